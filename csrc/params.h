@@ -5,11 +5,19 @@
 
 #include <cuda_bf16.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "topology.h"
 
 namespace msa {
+
+// A [rows, heads, 128] operand whose last dimension is contiguous.
+struct StridedOperand {
+  const __nv_bfloat16* data;
+  int64_t row_stride;
+  int64_t head_stride;
+};
 
 // 16-byte header of a task; its query slots are task_tokens[task][0 .. 128/G).
 struct TaskHeader {
@@ -35,21 +43,57 @@ struct TaskDescriptor {
   uint32_t flags;     // TaskFlags
 };
 
-// How the private accumulation pools are laid out; see device/pool_layout.h.
+// The schedule as the task build reads it; see msa_ext.schedule.MSABackwardSchedule.
+struct ScheduleParams {
+  const int32_t* row_ptr;                    // [Hkv, num_rows + 1]
+  const int32_t* q_indices;                  // [Hkv, edge_capacity]
+  const int32_t* items;                      // [work_capacity, 6]
+  const int32_t* work_count;                 // [1]
+  const int32_t* cu_seqlens;                 // [num_entries + 1]
+  const int32_t* document_workspace_starts;  // [num_entries]
+  const int32_t* query_offsets;              // [num_entries], or null for zeros
+  int32_t num_kv_heads;
+  int32_t group;
+  int32_t num_rows;
+  int32_t num_entries;
+  int32_t num_tokens;
+  int32_t num_blocks;  // of the workspace
+  int32_t work_capacity;
+  int64_t edge_capacity;
+};
+
+struct TaskBuildParams {
+  ScheduleParams schedule;
+  uint64_t* keys[2];         // [task_capacity] each
+  uint32_t* values[2];       // [task_capacity] each
+  void* sort_temp;           // task_build::sort_temp_bytes
+  size_t sort_temp_bytes;
+  TaskHeader* headers;         // [task_capacity]
+  int32_t* tokens;             // [task_capacity, 128/G]
+  TaskDescriptor* descriptor;  // [1]
+  uint32_t* flags;             // [1], a copy of the descriptor's that outlives the workspace
+  int64_t task_capacity;
+  int32_t window_log2;
+  int32_t num_sms;
+  WalkRule walk;
+};
+
+struct DeltaParams {
+  StridedOperand out;       // [T, Hq, 128]
+  StridedOperand grad_out;  // [T, Hq, 128]
+  const float* lse;         // [T, Hq]
+  float2* row_stats;        // [T, Hq]
+  int64_t num_tokens;
+  int32_t num_heads;
+};
+
+// How the private accumulation pools are laid out; see device/pool_layout.cuh.
 enum class PoolLayout : int32_t {
   kRowMajor,  // dq [T, Hq, 128], dk/dv [W, Hkv, 128]
   kWgmma,     // warpgroup accumulator fragments (sm90)
-  kTmem,      // one TMEM lane a key (sm100)
 };
 
 enum class DqAccum : int32_t { kBf16, kFp16, kFp32 };
-
-// A [rows, heads, 128] operand whose last dimension is contiguous.
-struct StridedOperand {
-  const __nv_bfloat16* data;
-  int64_t row_stride;
-  int64_t head_stride;
-};
 
 // What a main kernel consumes and produces. The pools hold dQ/scale, dK/scale and dV.
 struct MainParams {
@@ -72,6 +116,23 @@ struct MainParams {
   int64_t workspace_rows;
   int64_t task_capacity;
   DqAccum dq_accum;
+};
+
+struct PostprocessParams {
+  const void* dq_pool;   // T*Hq*128 elements of dq_accum
+  const float* dk_pool;  // W*Hkv*128
+  const float* dv_pool;
+  __nv_bfloat16* dq;  // [T, Hq, 128]
+  void* dk;           // [W, Hkv, 128], BF16 or FP32
+  void* dv;
+  float softmax_scale;
+  int64_t num_tokens;
+  int64_t workspace_rows;
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  PoolLayout layout;
+  DqAccum dq_accum;
+  bool kv_grad_fp32;
 };
 
 }  // namespace msa

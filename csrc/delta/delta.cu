@@ -1,0 +1,74 @@
+// Row statistics of the forward: memory bound, one pass over out and grad_out.
+//
+// Half a warp reads a row of 128 BF16 (16 bytes a lane); a warp keeps kRowsInFlight pairs of rows in flight.
+#include "delta/launch.h"
+#include "device/vector.cuh"
+#include "host/error.h"
+
+namespace msa::delta {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kLanesPerRow = kHeadDim / 8;
+constexpr int kRowsInFlight = 4;
+constexpr int kRowsPerPass = kThreads / kLanesPerRow;
+constexpr int kRowsPerCta = kRowsPerPass * kRowsInFlight;
+
+__device__ const uint4* row_pieces(const StridedOperand& operand, int64_t token, int head) {
+  return reinterpret_cast<const uint4*>(operand.data + token * operand.row_stride +
+                                        head * operand.head_stride);
+}
+
+__global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ DeltaParams params) {
+  const int lane = threadIdx.x % kLanesPerRow;
+  const int64_t num_rows = params.num_tokens * params.num_heads;
+  const int64_t first_row = int64_t{blockIdx.x} * kRowsPerCta + threadIdx.x / kLanesPerRow;
+
+  uint4 out[kRowsInFlight];
+  uint4 grad[kRowsInFlight];
+#pragma unroll
+  for (int i = 0; i < kRowsInFlight; ++i) {
+    const int64_t row = first_row + i * kRowsPerPass;
+    if (row < num_rows) {
+      const int64_t token = row / params.num_heads;
+      const int head = static_cast<int>(row % params.num_heads);
+      out[i] = __ldcs(row_pieces(params.out, token, head) + lane);
+      grad[i] = __ldg(row_pieces(params.grad_out, token, head) + lane);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRowsInFlight; ++i) {
+    const int64_t row = first_row + i * kRowsPerPass;
+    float sum = 0.0f;
+    if (row < num_rows) {
+      float x[8];
+      float y[8];
+      unpack_bf16x8(out[i], x);
+      unpack_bf16x8(grad[i], y);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum = fmaf(x[j], y[j], sum);
+    }
+#pragma unroll
+    for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, offset);
+    }
+    if (lane == 0 && row < num_rows) {
+      const float lse = params.lse[row];
+      // A token without visible keys has lse = -inf: P must be exp2(-inf) = 0, and dS = 0 * (dP - 0).
+      const bool dead = lse == -INFINITY;
+      params.row_stats[row] =
+          dead ? make_float2(-INFINITY, 0.0f) : make_float2(-lse * 1.4426950408889634f, sum);
+    }
+  }
+}
+
+}  // namespace
+
+void launch(const DeltaParams& params, cudaStream_t stream) {
+  const int64_t num_rows = params.num_tokens * params.num_heads;
+  const auto grid = static_cast<unsigned>(ceil_div<int64_t>(num_rows, kRowsPerCta));
+  delta_kernel<<<grid, kThreads, 0, stream>>>(params);
+  check_cuda(cudaGetLastError(), "launch of delta");
+}
+
+}  // namespace msa::delta

@@ -1,0 +1,43 @@
+// The pipeline of launches: delta, clear, task build, main, postprocess, in order on one stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "host/workspace.h"
+#include "params.h"
+
+namespace msa {
+
+struct BackwardArguments {
+  std::string backend;
+  int device;
+  cudaStream_t stream;
+  Sizes sizes;
+  StridedOperand q, grad_out, out;  // [T, Hq, 128]
+  StridedOperand k, v;              // [W, Hkv, 128]
+  const float* lse;                 // [T, Hq], natural log
+  ScheduleParams schedule;          // the pointers; sizes are filled in
+  uint8_t* workspace;               // plan_workspace(...).total_bytes, 256-byte aligned
+  __nv_bfloat16* dq;                // [T, Hq, 128]
+  void* dk;                         // [W, Hkv, 128] BF16, or FP32 if kv_grad_fp32
+  void* dv;
+  bool kv_grad_fp32;
+  float softmax_scale;
+  DqAccum dq_accum;
+  uint32_t* flags;    // [1], TaskFlags of this call
+  size_t guard_bytes;  // between the workspace's sections
+};
+
+// The stages, in order; `backward` runs those in a mask of bits (1 << stage), all by default.
+enum class Stage { kDelta, kClear, kTaskBuild, kMain, kPostprocess };
+constexpr uint32_t kAllStages = 0x1F;
+
+// The plan for this call on `device`, which is current.
+WorkspacePlan plan_backward(const Sizes& sizes, DqAccum dq_accum, size_t guard_bytes);
+
+// Enqueues the backward; never synchronises. Throws std::invalid_argument or std::runtime_error.
+void backward(const BackwardArguments& arguments, uint32_t stages = kAllStages);
+
+}  // namespace msa

@@ -1,0 +1,45 @@
+// The main kernels that are built, and what the pipeline needs to know of each.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <vector>
+
+#include "host/device.h"
+#include "params.h"
+
+namespace msa {
+
+// Shapes that tuning may look at.
+struct TuningShape {
+  int64_t num_tokens;
+  int64_t num_blocks;      // of the workspace
+  int64_t task_capacity;
+};
+
+struct Tuning {
+  WalkRule walk;
+  int window_log2;  // log2 of the tokens that the task order keeps together
+};
+
+struct MainKernel {
+  std::string name;
+  int major;  // compute capability it runs on; 0 = any
+  PoolLayout layout;
+  DqAccum default_dq_accum;
+  std::vector<DqAccum> dq_accums;
+  Tuning (*tune)(const TuningShape& shape);
+  // CTAs to launch, from shapes only: at least the walk's grid for any number of tasks up to the capacity.
+  void (*launch)(const MainParams& params, const Tuning& tuning, const DeviceInfo& device,
+                 cudaStream_t stream);
+};
+
+const std::vector<MainKernel>& main_kernels();
+// Throws std::invalid_argument naming what is built.
+const MainKernel& find_main_kernel(const std::string& name);
+
+// The largest grid of plan_walk over all task counts in [0, capacity].
+int32_t max_grid(int64_t capacity, int num_sms, const WalkRule& rule);
+
+}  // namespace msa

@@ -1,0 +1,15 @@
+"""Training backward of MiniMax Sparse Attention (MSA) for PyTorch.
+
+The entry point is `msa_ext.backward.run_backward`; see README.md.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from .schedule import MSABackwardSchedule, align_kv, build_schedule, unalign_kv
+
+try:
+    __version__ = version("msa_ext")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = ["MSABackwardSchedule", "__version__", "align_kv", "build_schedule", "unalign_kv"]

@@ -1,0 +1,76 @@
+"""The one seam for device, stream, guard, allocation and the extension module.
+
+Callers write `_runtime.f(...)`, so that replacing an attribute of this module reaches all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+@cache
+def extension() -> ModuleType:
+    """The compiled module `msa_ext._C`.
+
+    Raises:
+        RuntimeError: it is missing or does not load; says why and what to do.
+    """
+    try:
+        return importlib.import_module("msa_ext._C")
+    except ImportError as error:
+        raise RuntimeError(
+            f"msa_ext._C does not load ({error}). Install with a CUDA 13 toolkit (`pip install .` with nvcc on PATH "
+            "or CUDA_HOME set), and check that the nvidia-cuda-runtime wheel is installed."
+        ) from error
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Whether tensors of this device are computed by CUDA kernels."""
+    return device.type == "cuda"
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
+def guard(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes `device` current inside the block."""
+    return torch.cuda.device(device)
+
+
+def stream(device: torch.device) -> int:
+    """Raw handle of the current stream of `device`."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised output."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def workspace(total_bytes: int, sections: list[tuple[str, int, int]], device: torch.device) -> Tensor:
+    """The one scratch allocation of a call, uint8; `sections` are its (name, offset, bytes)."""
+    return torch.empty(total_bytes, dtype=torch.uint8, device=device)
+
+
+def address(tensor: Tensor) -> int:
+    """Address of a tensor that is handed to a kernel, 0 if it is empty."""
+    return tensor.data_ptr()
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all work of `device`."""
+    torch.cuda.synchronize(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()

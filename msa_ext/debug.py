@@ -1,0 +1,49 @@
+"""What the device found wrong with a schedule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _runtime
+
+# Bits of TaskFlags in csrc/params.h.
+FLAGS = {
+    "work_count_clamped": 1 << 0,  # work_count exceeds work_capacity; the only non-fatal one
+    "task_overflow": 1 << 1,  # more tasks than edge_capacity and work_capacity allow
+    "bad_item": 1 << 2,  # an item's fields out of range or misaligned
+    "bad_query_index": 1 << 3,  # a query index outside its entry, or not ascending
+    "bad_row_pointer": 1 << 4,  # a CSR row outside its edges
+}
+FATAL = sum(bit for name, bit in FLAGS.items() if name != "work_count_clamped")
+
+_last: dict[torch.device, Tensor] = {}
+
+
+def flags_tensor(device: torch.device) -> Tensor:
+    """int32 `[1]` that every call on `device` writes its flags to."""
+    if device not in _last:
+        _last[device] = _runtime.empty((1,), torch.int32, device).zero_()
+    return _last[device]
+
+
+def decode(bits: int) -> set[str]:
+    """Names of the set bits."""
+    return {name for name, bit in FLAGS.items() if bits & bit}
+
+
+def last_flags(device: torch.device | str | None = None) -> set[str]:
+    """Names of the flags that the last CUDA call raised; synchronises. Offending tasks were skipped.
+
+    Args:
+        device: default: the device of the most recent first call.
+    """
+    if device is None:
+        if not _last:
+            return set()
+        device = next(reversed(_last))
+    device = torch.device(device)
+    if device not in _last:
+        return set()
+    _runtime.synchronize(device)
+    return decode(int(_last[device]))

@@ -1,0 +1,102 @@
+"""What this installation can run, and why not more."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from . import _runtime
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute the backward."""
+
+    name: str
+    runs_on: str
+    default_dq_accum: str
+    dq_accums: tuple[str, ...]
+    deterministic: bool
+    major: int  # compute capability, 0 = any CUDA device, -1 = CPU
+
+
+REFERENCE = Backend("reference", "CPU", "fp32", ("bf16", "fp16", "fp32"), True, -1)
+
+
+def cuda_backends() -> dict[str, Backend]:
+    """The CUDA backends that are built, by name.
+
+    Raises:
+        RuntimeError: the extension does not load.
+    """
+    backends = {}
+    for kernel in _runtime.extension().main_kernels():
+        runs_on = f"compute capability {kernel['major']}.x" if kernel["major"] else "any CUDA device"
+        backends[kernel["name"]] = Backend(
+            kernel["name"],
+            runs_on,
+            kernel["default_dq_accum"],
+            tuple(kernel["dq_accums"]),
+            False,
+            kernel["major"],
+        )
+    return backends
+
+
+def default_backend(capability: tuple[int, int]) -> str | None:
+    """The backend for a CUDA device when none is named: its own, else `simple`; None if it has neither."""
+    backends = cuda_backends()
+    for backend in backends.values():
+        if backend.major == capability[0]:
+            return backend.name
+    return "simple" if capability[0] >= 9 and "simple" in backends else None
+
+
+def explain() -> str:
+    """The support table as text: backends, what they run on, default dq_accum, and what is missing and why."""
+    backends = [REFERENCE]
+    problem = ""
+    try:
+        backends += cuda_backends().values()
+        archs = ", ".join(_runtime.extension().built_archs()) or "none"
+    except RuntimeError as error:
+        problem, archs = str(error), "none"
+    lines = [f"{'backend':10} {'runs on':24} {'dq_accum (default first)':26} deterministic"]
+    for backend in backends:
+        others = [accum for accum in backend.dq_accums if accum != backend.default_dq_accum]
+        accums = ", ".join([backend.default_dq_accum, *others])
+        lines.append(
+            f"{backend.name:10} {backend.runs_on:24} {accums:26} {'yes' if backend.deterministic else 'no'}"
+        )
+    lines.append(f"built architectures: {archs}")
+    lines += [f"  {line}" for line in _devices(problem)]
+    if problem:
+        lines.append(f"CUDA backends unavailable: {problem}")
+    return "\n".join(lines)
+
+
+def _devices(problem: str) -> list[str]:
+    if not torch.cuda.is_available():
+        return ["no CUDA device visible to torch: tensors on the CPU use the reference"]
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        backend = None if problem else default_backend(capability)
+        name = torch.cuda.get_device_name(index)
+        lines.append(
+            f"cuda:{index} {name} ({capability[0]}.{capability[1]}): {backend or 'no backend is built'}"
+        )
+    return lines
+
+
+def info_text() -> str:
+    """Versions, built architectures, devices and the support table."""
+    from . import __version__
+
+    versions = (
+        f"msa_ext {__version__}, torch {torch.__version__} (CUDA {torch.version.cuda}), "
+        f"Python {platform.python_version()}"
+    )
+    return f"{versions}\n{explain()}"

@@ -1,0 +1,1 @@
+"""Tools for proving a backward right: an independent oracle and the comparison against it."""

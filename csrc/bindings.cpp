@@ -29,9 +29,12 @@ DqAccum parse_dq_accum(const std::string& name) {
 
 std::string dq_accum_name(DqAccum dq_accum) {
   switch (dq_accum) {
-    case DqAccum::kBf16: return "bf16";
-    case DqAccum::kFp16: return "fp16";
-    case DqAccum::kFp32: return "fp32";
+    case DqAccum::kBf16:
+      return "bf16";
+    case DqAccum::kFp16:
+      return "fp16";
+    case DqAccum::kFp32:
+      return "fp32";
   }
   return "";
 }
@@ -85,7 +88,8 @@ void run_backward(const std::string& backend, int device, uintptr_t stream, cons
                   const std::array<OperandTuple, 5>& operands, uintptr_t lse,
                   const std::array<uintptr_t, 7>& schedule, uintptr_t workspace,
                   const std::array<uintptr_t, 3>& gradients, bool kv_grad_fp32, float softmax_scale,
-                  const std::string& dq_accum, uintptr_t flags, size_t guard_bytes, uint32_t stages) {
+                  const std::string& dq_accum, uintptr_t flags, size_t guard_bytes,
+                  uint32_t stages) {
   BackwardArguments a{};
   a.backend = backend;
   a.device = device;
@@ -120,17 +124,21 @@ void run_backward(const std::string& backend, int device, uintptr_t stream, cons
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "CUDA kernels and host pipeline of msa_ext; see msa_ext.backward for the public API.";
-  module.def("built_archs", &built_archs, "Architectures embedded in this module, e.g. ['90a', '100a'].");
+  module.doc() =
+      "CUDA kernels and host pipeline of msa_ext; see msa_ext.backward for the public API.";
+  module.def("built_archs", &built_archs,
+             "Architectures embedded in this module, e.g. ['90a', '100a'].");
   module.def("device_count", &device_count, "Visible CUDA devices, 0 without a driver.");
-  module.def("device_info", &describe_device, py::arg("index"), "Name, capability, SMs, shared bytes.");
+  module.def("device_info", &describe_device, py::arg("index"),
+             "Name, capability, SMs, shared bytes.");
   module.def("main_kernels", &describe_main_kernels, "The main kernels that are built.");
   module.def(
       "plan_walk",
       [](int num_tasks, int num_sms, int short_walk, int long_walk, int short_walk_max_tasks) {
         const Walk walk =
             plan_walk(num_tasks, num_sms, WalkRule{short_walk, long_walk, short_walk_max_tasks});
-        return std::make_tuple(walk.tasks_per_cta, walk.full_ctas, walk.tail_tasks_per_cta, walk.grid);
+        return std::make_tuple(walk.tasks_per_cta, walk.full_ctas, walk.tail_tasks_per_cta,
+                               walk.grid);
       },
       py::arg("num_tasks"), py::arg("num_sms"), py::arg("short_walk") = WalkRule{}.short_walk,
       py::arg("long_walk") = WalkRule{}.long_walk,
@@ -146,8 +154,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("backward", &run_backward, py::arg("backend"), py::arg("device"), py::arg("stream"),
              py::arg("sizes"), py::arg("operands"), py::arg("lse"), py::arg("schedule"),
              py::arg("workspace"), py::arg("gradients"), py::arg("kv_grad_fp32"),
-             py::arg("softmax_scale"), py::arg("dq_accum"), py::arg("flags"), py::arg("guard_bytes") = 0,
-             py::arg("stages") = kAllStages, "Enqueues the backward on `stream` of the current device.");
+             py::arg("softmax_scale"), py::arg("dq_accum"), py::arg("flags"),
+             py::arg("guard_bytes") = 0, py::arg("stages") = kAllStages,
+             "Enqueues the backward on `stream` of the current device.");
 }
 
 }  // namespace msa

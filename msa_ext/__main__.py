@@ -10,7 +10,9 @@ from . import demo, support
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="msa_ext", description="Training backward of MiniMax Sparse Attention.")
+    parser = argparse.ArgumentParser(
+        prog="msa_ext", description="Training backward of MiniMax Sparse Attention."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     show = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
     demo_parser = commands.add_parser("demo", help="run and check a backward on a real pack", **show)
@@ -25,9 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         print(support.info_text())
         return 0
     try:
-        passed = demo.run(
-            arguments.pack, arguments.tokens, arguments.device, arguments.seed, arguments.save
-        )
+        passed = demo.run(arguments.pack, arguments.tokens, arguments.device, arguments.seed, arguments.save)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
     return 0 if passed else 1

@@ -254,7 +254,9 @@ class _ContentCheck:
             return
         row_begin = s.row_ptr.long()[head, row]
         row_size = s.row_ptr.long()[head, row + 1] - row_begin
-        check("q_count", begin + size > row_size, lambda i: f"q_begin + q_count within the row's {row_size[i]}")
+        check(
+            "q_count", begin + size > row_size, lambda i: f"q_begin + q_count within the row's {row_size[i]}"
+        )
         document_blocks = ceil_to_block(self.offsets + self.lengths)[entry] // BLOCK_KEYS
         check(
             "document_local_block",
@@ -384,7 +386,9 @@ def build_schedule(
     if cu_seqlens.shape[0] < 1:
         raise ValueError("cu_seqlens: expected shape [entries + 1 >= 1], got [0]")
     if query_offsets is not None and document_workspace_starts is None:
-        raise ValueError("document_workspace_starts: expected a tensor where query_offsets are given, got None")
+        raise ValueError(
+            "document_workspace_starts: expected a tensor where query_offsets are given, got None"
+        )
     _validate.integer("max_item_queries", max_item_queries, 16, MAX_ITEM_QUERIES)
     if max_item_queries % 16:
         raise ValueError(f"max_item_queries: expected a multiple of 16, got {max_item_queries}")

@@ -74,9 +74,7 @@ def test_compare_catches_a_wrong_backward(wrong):
     elif wrong == "delta":
         arguments[5] = data.out * 0.9
     elif wrong == "causal":
-        arguments[6] = dataclasses.replace(
-            data.schedule, query_offsets=torch.ones(2, dtype=torch.int32)
-        )
+        arguments[6] = dataclasses.replace(data.schedule, query_offsets=torch.ones(2, dtype=torch.int32))
     got = list(reference.backward(*arguments, compute_dtype=torch.float64, **options))
     if wrong == "nan":
         got[1][0, 0, 0] = torch.nan
@@ -93,9 +91,7 @@ def test_sampled_oracle_agrees_with_the_whole():
     tokens, blocks = [0, 99, 130, 400], [0, 3, 5, 7]
     got_dq = oracle.sampled_dq(problem, data.grad_out, data.lse, data.out, tokens)
     torch.testing.assert_close(got_dq, dq[tokens], rtol=1e-10, atol=1e-12)
-    for got, whole in zip(
-        oracle.sampled_dkv(problem, data.grad_out, data.lse, data.out, blocks), (dk, dv)
-    ):
+    for got, whole in zip(oracle.sampled_dkv(problem, data.grad_out, data.lse, data.out, blocks), (dk, dv)):
         torch.testing.assert_close(
             got, torch.stack([whole[128 * b : 128 * (b + 1)] for b in blocks]), rtol=1e-10, atol=1e-12
         )

@@ -1,6 +1,7 @@
 // Row statistics of the forward: memory bound, one pass over out and grad_out.
 //
-// Half a warp reads a row of 128 BF16 (16 bytes a lane); a warp keeps kRowsInFlight pairs of rows in flight.
+// Half a warp reads a row of 128 BF16 (16 bytes a lane); a warp keeps kRowsInFlight pairs of rows
+// in flight.
 #include "delta/launch.h"
 #include "device/vector.cuh"
 #include "host/error.h"
@@ -19,7 +20,8 @@ __device__ const uint4* row_pieces(const StridedOperand& operand, int64_t token,
                                         head * operand.head_stride);
 }
 
-__global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ DeltaParams params) {
+__global__ void __launch_bounds__(kThreads)
+    delta_kernel(const __grid_constant__ DeltaParams params) {
   const int lane = threadIdx.x % kLanesPerRow;
   const int64_t num_rows = params.num_tokens * params.num_heads;
   const int64_t first_row = int64_t{blockIdx.x} * kRowsPerCta + threadIdx.x / kLanesPerRow;
@@ -54,7 +56,8 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
     }
     if (lane == 0 && row < num_rows) {
       const float lse = params.lse[row];
-      // A token without visible keys has lse = -inf: P must be exp2(-inf) = 0, and dS = 0 * (dP - 0).
+      // A token without visible keys has lse = -inf: P must be exp2(-inf) = 0, and dS = 0 * (dP -
+      // 0).
       const bool dead = lse == -INFINITY;
       params.row_stats[row] =
           dead ? make_float2(-INFINITY, 0.0f) : make_float2(-lse * 1.4426950408889634f, sum);

@@ -1,4 +1,5 @@
-// Where an element lies in the accumulation pools, for each PoolLayout. Elements d and d + 1, d even, are adjacent.
+// Where an element lies in the accumulation pools, for each PoolLayout. Elements d and d + 1, d
+// even, are adjacent.
 #pragma once
 
 #include "params.h"
@@ -13,13 +14,14 @@ struct PoolShape {
 
 // dQ of (token, query head, d).
 template <PoolLayout kLayout>
-__device__ __forceinline__ int64_t dq_pool_offset(const PoolShape& shape, int64_t token, int head, int d) {
+__device__ __forceinline__ int64_t dq_pool_offset(const PoolShape& shape, int64_t token, int head,
+                                                  int d) {
   if constexpr (kLayout == PoolLayout::kRowMajor) {
     return (token * shape.num_heads + head) * kHeadDim + d;
   } else {
     static_assert(kLayout == PoolLayout::kWgmma);
-    // [T, Hkv, 2 halves of d, 8 chunks of 8 d, 32 lanes, G/8, 2]: accumulator fragments of 8 heads x 8 d,
-    // lane = head % 8 * 4 + d % 8 / 2.
+    // [T, Hkv, 2 halves of d, 8 chunks of 8 d, 32 lanes, G/8, 2]: accumulator fragments of 8 heads
+    // x 8 d, lane = head % 8 * 4 + d % 8 / 2.
     const int row = head % shape.group;
     const int half = d / 64;
     const int lane = row % 8 * 4 + d % 8 / 2;
@@ -31,13 +33,14 @@ __device__ __forceinline__ int64_t dq_pool_offset(const PoolShape& shape, int64_
 
 // dK or dV of (workspace row, KV head, d).
 template <PoolLayout kLayout>
-__device__ __forceinline__ int64_t kv_pool_offset(const PoolShape& shape, int64_t key, int head, int d) {
+__device__ __forceinline__ int64_t kv_pool_offset(const PoolShape& shape, int64_t key, int head,
+                                                  int d) {
   if constexpr (kLayout == PoolLayout::kRowMajor) {
     return (key * shape.num_kv_heads + head) * kHeadDim + d;
   } else {
     static_assert(kLayout == PoolLayout::kWgmma);
-    // [block, Hkv, 2 warpgroups, 16 chunks of 8 d, 4 warps, 32 lanes, 2, 2]: a warpgroup holds 64 keys, a warp
-    // 16, a lane keys lane/4 and lane/4 + 8.
+    // [block, Hkv, 2 warpgroups, 16 chunks of 8 d, 4 warps, 32 lanes, 2, 2]: a warpgroup holds 64
+    // keys, a warp 16, a lane keys lane/4 and lane/4 + 8.
     const int in_block = static_cast<int>(key % kBlockKeys);
     const int lane = in_block % 8 * 4 + d % 8 / 2;
     const int warp = in_block % 64 / 16;

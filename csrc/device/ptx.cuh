@@ -1,4 +1,5 @@
-// PTX instructions as functions: barriers, bulk copies, vector reductions. Sections are those of the PTX ISA 9.0.
+// PTX instructions as functions: barriers, bulk copies, vector reductions. Sections are those of
+// the PTX ISA 9.0.
 #pragma once
 
 #include <cuda.h>
@@ -67,7 +68,8 @@ struct PipelineState {
   }
 };
 
-// Generic-proxy writes to shared memory before it are seen by asynchronous operations after it (9.7.13.4).
+// Generic-proxy writes to shared memory before it are seen by asynchronous operations after it
+// (9.7.13.4).
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -78,15 +80,15 @@ __device__ __forceinline__ void fence_proxy_async() {
 __device__ __forceinline__ void bulk_load(void* target, const void* source, uint32_t bytes,
                                           uint64_t* bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          smem_address(target)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem_address(target)),
       "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(smem_address(bar))
       : "memory");
 }
 
 // A box of a 4-D tensor -> shared; elements outside the tensor arrive as zeros and count as bytes.
-__device__ __forceinline__ void tma_load_4d(void* target, const CUtensorMap* map, uint64_t* bar, int x0,
-                                            int x1, int x2, int x3) {
+__device__ __forceinline__ void tma_load_4d(void* target, const CUtensorMap* map, uint64_t* bar,
+                                            int x0, int x1, int x2, int x3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(smem_address(target)),
@@ -94,8 +96,8 @@ __device__ __forceinline__ void tma_load_4d(void* target, const CUtensorMap* map
       : "memory");
 }
 
-__device__ __forceinline__ void tma_load_5d(void* target, const CUtensorMap* map, uint64_t* bar, int x0,
-                                            int x1, int x2, int x3, int x4) {
+__device__ __forceinline__ void tma_load_5d(void* target, const CUtensorMap* map, uint64_t* bar,
+                                            int x0, int x1, int x2, int x3, int x4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(smem_address(target)),
@@ -135,17 +137,20 @@ __device__ __forceinline__ void bulk_wait_read() {
 
 // pool[0..4) += x, relaxed, 16-byte aligned (9.7.13.8).
 __device__ __forceinline__ void red_add_v4(float* pool, float x0, float x1, float x2, float x3) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(pool)),
-               "f"(x0), "f"(x1), "f"(x2), "f"(x3)
-               : "memory");
+  asm volatile(
+      "red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(pool)),
+      "f"(x0), "f"(x1), "f"(x2), "f"(x3)
+      : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lanes 8i .. 8i+7 give the row addresses of matrix i (9.7.14.5).
-__device__ __forceinline__ void stmatrix_x4(uint32_t row_address, uint32_t x0, uint32_t x1, uint32_t x2,
-                                            uint32_t x3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
-               "r"(x0), "r"(x1), "r"(x2), "r"(x3)
-               : "memory");
+// Four 8x8 matrices of 16-bit elements; lanes 8i .. 8i+7 give the row addresses of matrix i
+// (9.7.14.5).
+__device__ __forceinline__ void stmatrix_x4(uint32_t row_address, uint32_t x0, uint32_t x1,
+                                            uint32_t x2, uint32_t x3) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+      : "memory");
 }
 
 // 2^x; 2^-inf = +0 (9.7.3.21).

@@ -1,4 +1,5 @@
-// Warpgroup MMA (PTX ISA 9.7.15, sm_90a) on plain register arrays. The instructions come from CUTLASS.
+// Warpgroup MMA (PTX ISA 9.7.15, sm_90a) on plain register arrays. The instructions come from
+// CUTLASS.
 #pragma once
 
 #include <cute/arch/mma_sm90_gmma.hpp>
@@ -9,8 +10,9 @@ namespace msa {
 // Which dimension of an operand tile is contiguous in shared memory.
 enum class Major { kK, kMn };
 
-// Shared-memory matrix descriptor, 128-byte swizzle. The strides are those between 8-row swizzle atoms:
-// K-major: stride_bytes along M/N (leading_bytes unused); MN-major: leading_bytes along M/N, stride_bytes along K.
+// Shared-memory matrix descriptor, 128-byte swizzle. The strides are those between 8-row swizzle
+// atoms: K-major: stride_bytes along M/N (leading_bytes unused); MN-major: leading_bytes along M/N,
+// stride_bytes along K.
 __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, uint32_t leading_bytes,
                                                     uint32_t stride_bytes) {
   constexpr uint64_t kSwizzle128B = 1ull << 62;
@@ -30,8 +32,8 @@ __device__ __forceinline__ void wgmma_wait() {
   cute::warpgroup_wait<kPending>();
 }
 
-// Pins registers to this place in the program: no read of an accumulator moves above the wait that completes
-// it, no computation of an operand sinks below.
+// Pins registers to this place in the program: no read of an accumulator moves above the wait that
+// completes it, no computation of an operand sinks below.
 template <class T, int kSize>
 __device__ __forceinline__ void keep(T (&registers)[kSize]) {
 #pragma unroll
@@ -60,14 +62,20 @@ __device__ __forceinline__ void fma_rs(float (&acc)[sizeof...(kIndex)], uint32_t
 
 }  // namespace detail
 
-// acc[64, 64] = A[64, 16] B[16, 64], both operands BF16 in shared memory. Unlike an accumulating instruction with
-// scale-d = 0 it does not read `acc`, which therefore costs no registers before.
+// acc[64, 64] = A[64, 16] B[16, 64], both operands BF16 in shared memory. Unlike an accumulating
+// instruction with scale-d = 0 it does not read `acc`, which therefore costs no registers before.
 template <Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void wgmma_m64n64k16_ss_set(float (&acc)[32], uint64_t a, uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, 0, 1, 1, %34, %35;"
-      : "=f"(acc[0]), "=f"(acc[1]), "=f"(acc[2]), "=f"(acc[3]), "=f"(acc[4]), "=f"(acc[5]), "=f"(acc[6]), "=f"(acc[7]), "=f"(acc[8]), "=f"(acc[9]), "=f"(acc[10]), "=f"(acc[11]), "=f"(acc[12]), "=f"(acc[13]), "=f"(acc[14]), "=f"(acc[15]), "=f"(acc[16]), "=f"(acc[17]), "=f"(acc[18]), "=f"(acc[19]), "=f"(acc[20]), "=f"(acc[21]), "=f"(acc[22]), "=f"(acc[23]), "=f"(acc[24]), "=f"(acc[25]), "=f"(acc[26]), "=f"(acc[27]), "=f"(acc[28]), "=f"(acc[29]), "=f"(acc[30]), "=f"(acc[31])
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%"
+      "25,%26,%27,%28,%29,%30,%31}, %32, %33, 0, 1, 1, %34, %35;"
+      : "=f"(acc[0]), "=f"(acc[1]), "=f"(acc[2]), "=f"(acc[3]), "=f"(acc[4]), "=f"(acc[5]),
+        "=f"(acc[6]), "=f"(acc[7]), "=f"(acc[8]), "=f"(acc[9]), "=f"(acc[10]), "=f"(acc[11]),
+        "=f"(acc[12]), "=f"(acc[13]), "=f"(acc[14]), "=f"(acc[15]), "=f"(acc[16]), "=f"(acc[17]),
+        "=f"(acc[18]), "=f"(acc[19]), "=f"(acc[20]), "=f"(acc[21]), "=f"(acc[22]), "=f"(acc[23]),
+        "=f"(acc[24]), "=f"(acc[25]), "=f"(acc[26]), "=f"(acc[27]), "=f"(acc[28]), "=f"(acc[29]),
+        "=f"(acc[30]), "=f"(acc[31])
       : "l"(a), "l"(b), "n"(kMajorA == Major::kMn), "n"(kMajorB == Major::kMn));
 }
 

@@ -12,7 +12,8 @@ namespace msa {
 namespace {
 
 task_build::KeyBits key_bits(const Sizes& sizes) {
-  return task_build::key_bits(sizes.num_kv_heads, sizes.num_tokens, sizes.workspace_rows / kBlockKeys);
+  return task_build::key_bits(sizes.num_kv_heads, sizes.num_tokens,
+                              sizes.workspace_rows / kBlockKeys);
 }
 
 void check_sizes(const Sizes& sizes) {
@@ -27,9 +28,8 @@ void check_sizes(const Sizes& sizes) {
   require(sizes.num_tokens <= kInt32Max && sizes.workspace_rows <= kInt32Max,
           "q, k_aligned: expected fewer than 2^31 rows, got ", sizes.num_tokens, ", ",
           sizes.workspace_rows);
-  require(sizes.work_capacity <= task_build::kMaxItems,
-          "scheduler_metadata: expected at most ", task_build::kMaxItems, " items, got ",
-          sizes.work_capacity);
+  require(sizes.work_capacity <= task_build::kMaxItems, "scheduler_metadata: expected at most ",
+          task_build::kMaxItems, " items, got ", sizes.work_capacity);
   require(sizes.task_capacity() <= kInt32Max, "schedule: expected fewer than 2^31 tasks, got ",
           sizes.task_capacity());
 }
@@ -59,12 +59,9 @@ void backward(const BackwardArguments& arguments, uint32_t stages) {
   const bool has_pairs = sizes.num_tokens > 0 && sizes.workspace_rows > 0 &&
                          sizes.task_capacity() > 0 && sizes.num_entries > 0;
 
-  DeltaParams delta{arguments.out,
-                    arguments.grad_out,
-                    arguments.lse,
-                    reinterpret_cast<float2*>(at("row_stats")),
-                    sizes.num_tokens,
-                    sizes.num_heads};
+  DeltaParams delta{arguments.out,    arguments.grad_out,
+                    arguments.lse,    reinterpret_cast<float2*>(at("row_stats")),
+                    sizes.num_tokens, sizes.num_heads};
   if (runs(Stage::kDelta) && has_pairs) delta::launch(delta, stream);
 
   if (runs(Stage::kClear)) {
@@ -79,8 +76,8 @@ void backward(const BackwardArguments& arguments, uint32_t stages) {
     }
   }
 
-  const Tuning tuning = kernel.tune(
-      {sizes.num_tokens, sizes.workspace_rows / kBlockKeys, sizes.task_capacity()});
+  const Tuning tuning =
+      kernel.tune({sizes.num_tokens, sizes.workspace_rows / kBlockKeys, sizes.task_capacity()});
   TaskBuildParams build{};
   build.schedule = arguments.schedule;
   build.schedule.num_kv_heads = sizes.num_kv_heads;
@@ -109,7 +106,8 @@ void backward(const BackwardArguments& arguments, uint32_t stages) {
     if (has_pairs) {
       task_build::launch(build, key_bits(sizes), stream);
     } else {
-      check_cuda(cudaMemsetAsync(arguments.flags, 0, sizeof(uint32_t), stream), "clearing the flags");
+      check_cuda(cudaMemsetAsync(arguments.flags, 0, sizeof(uint32_t), stream),
+                 "clearing the flags");
     }
   }
 

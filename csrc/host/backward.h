@@ -26,7 +26,7 @@ struct BackwardArguments {
   bool kv_grad_fp32;
   float softmax_scale;
   DqAccum dq_accum;
-  uint32_t* flags;    // [1], TaskFlags of this call
+  uint32_t* flags;     // [1], TaskFlags of this call
   size_t guard_bytes;  // between the workspace's sections
 };
 

@@ -55,7 +55,8 @@ std::vector<std::string> built_archs() {
   std::map<uint32_t, std::string> archs;
   for (size_t offset = 0; offset + sizeof(FatbinHeader) <= bytes.size(); offset += 8) {
     const auto header = read<FatbinHeader>(bytes, offset);
-    if (header.magic != kMagic || header.version != 1 || header.header_bytes != sizeof(FatbinHeader)) {
+    if (header.magic != kMagic || header.version != 1 ||
+        header.header_bytes != sizeof(FatbinHeader)) {
       continue;
     }
     const size_t end = offset + header.header_bytes + header.bytes;
@@ -63,7 +64,9 @@ std::vector<std::string> built_archs() {
       const auto entry = read<EntryHeader>(bytes, at);
       if (entry.header_bytes < sizeof(EntryHeader)) break;
       if (entry.kind == kElfEntry) {
-        const char* suffix = entry.flags & kArchSpecific ? "a" : entry.flags & kFamilySpecific ? "f" : "";
+        const char* suffix = entry.flags & kArchSpecific     ? "a"
+                             : entry.flags & kFamilySpecific ? "f"
+                                                             : "";
         archs[entry.arch] = std::to_string(entry.arch) + suffix;
       }
       at += entry.header_bytes + entry.payload_bytes;

@@ -30,7 +30,9 @@ const MainKernel& find_main_kernel(const std::string& name) {
 }
 
 int32_t max_grid(int64_t capacity, int num_sms, const WalkRule& rule) {
-  const auto chunks = [&](int64_t tasks, int32_t length) { return ceil_div<int64_t>(tasks, length); };
+  const auto chunks = [&](int64_t tasks, int32_t length) {
+    return ceil_div<int64_t>(tasks, length);
+  };
   const int64_t short_tasks = std::min<int64_t>(capacity, rule.short_walk_max_tasks);
   // A spread-out tail gives each SM at least three tasks, so it has at most num_sms CTAs.
   return static_cast<int32_t>(

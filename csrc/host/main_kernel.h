@@ -14,7 +14,7 @@ namespace msa {
 // Shapes that tuning may look at.
 struct TuningShape {
   int64_t num_tokens;
-  int64_t num_blocks;      // of the workspace
+  int64_t num_blocks;  // of the workspace
   int64_t task_capacity;
 };
 
@@ -30,7 +30,8 @@ struct MainKernel {
   DqAccum default_dq_accum;
   std::vector<DqAccum> dq_accums;
   Tuning (*tune)(const TuningShape& shape);
-  // CTAs to launch, from shapes only: at least the walk's grid for any number of tasks up to the capacity.
+  // CTAs to launch, from shapes only: at least the walk's grid for any number of tasks up to the
+  // capacity.
   void (*launch)(const MainParams& params, const Tuning& tuning, const DeviceInfo& device,
                  cudaStream_t stream);
 };

@@ -22,7 +22,8 @@ Encode encode_function() {
                                                 cudaEnableDefault, &found),
                "look-up of cuTensorMapEncodeTiled");
     if (found != cudaDriverEntryPointSuccess || function == nullptr) {
-      throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled: expected driver 525 or newer");
+      throw std::runtime_error(
+          "the CUDA driver has no cuTensorMapEncodeTiled: expected driver 525 or newer");
     }
     return reinterpret_cast<Encode>(function);
   }();
@@ -47,12 +48,13 @@ void check_tensor_map(const TensorMapSpec& spec) {
             " in [1, 256], got ", spec.box[i]);
     if (i + 1 < rank) {
       require(spec.stride_bytes[i] % 16 == 0 && spec.stride_bytes[i] < (1ull << 40),
-              "tensor map: expected stride ", i + 1, " to be a multiple of 16 bytes below 2^40, got ",
-              spec.stride_bytes[i]);
+              "tensor map: expected stride ", i + 1,
+              " to be a multiple of 16 bytes below 2^40, got ", spec.stride_bytes[i]);
     }
   }
   require(spec.box[0] * kElementBytes <= kSwizzleBytes,
-          "tensor map: expected an innermost box of at most 128 bytes, got ", spec.box[0] * kElementBytes);
+          "tensor map: expected an innermost box of at most 128 bytes, got ",
+          spec.box[0] * kElementBytes);
 }
 
 CUtensorMap make_tensor_map(const TensorMapSpec& spec) {
@@ -72,7 +74,8 @@ CUtensorMap make_tensor_map(const TensorMapSpec& spec) {
   return map;
 }
 
-TensorMapSpec slot_map(const StridedOperand& operand, int64_t num_tokens, int num_heads, int group) {
+TensorMapSpec slot_map(const StridedOperand& operand, int64_t num_tokens, int num_heads,
+                       int group) {
   const uint64_t row_bytes = operand.row_stride * kElementBytes;
   const uint64_t head_bytes = operand.head_stride * kElementBytes;
   return {operand.data,

@@ -23,8 +23,9 @@ void check_tensor_map(const TensorMapSpec& spec);
 // Throws as above, and std::runtime_error where the driver refuses.
 CUtensorMap make_tensor_map(const TensorMapSpec& spec);
 
-// Q or dO of query slots: {64 d, 8 heads, 2 halves of d, Hq/8, T}; a box is one token's group of heads
-// and lands as [group/8][half][8 heads][64 d], 8-row swizzle atoms in K-major and MN-major order alike.
+// Q or dO of query slots: {64 d, 8 heads, 2 halves of d, Hq/8, T}; a box is one token's group of
+// heads and lands as [group/8][half][8 heads][64 d], 8-row swizzle atoms in K-major and MN-major
+// order alike.
 TensorMapSpec slot_map(const StridedOperand& operand, int64_t num_tokens, int num_heads, int group);
 // K or V of a block: {64 d, W keys, 2 halves of d, Hkv}; a box lands as [half][128 keys][64 d].
 TensorMapSpec block_map(const StridedOperand& operand, int64_t workspace_rows, int num_kv_heads);

@@ -16,7 +16,7 @@ struct Sizes {
   int num_kv_heads;        // Hkv
   int64_t workspace_rows;  // W
   int num_entries;
-  int num_rows;            // CSR rows of an index head
+  int num_rows;  // CSR rows of an index head
   int64_t edge_capacity;
   int64_t work_capacity;
 
@@ -40,8 +40,8 @@ struct WorkspacePlan {
   const Section& operator[](const std::string& name) const;
 };
 
-// `sort_temp_bytes`: what the task build's sort asks for. `guard_bytes` lie unused after every section.
-// The pools dq, dk and dv come last, one behind the other: they are cleared together.
+// `sort_temp_bytes`: what the task build's sort asks for. `guard_bytes` lie unused after every
+// section. The pools dq, dk and dv come last, one behind the other: they are cleared together.
 WorkspacePlan plan_workspace(const Sizes& sizes, DqAccum dq_accum, size_t sort_temp_bytes,
                              size_t guard_bytes);
 

@@ -1,7 +1,8 @@
 // Pools -> gradients: memory bound, every pool element read once, every gradient written once.
 //
-// A thread makes 8 consecutive d of one row (one 16-byte BF16 store) from four pairs of the pool. Threads of a
-// CTA cover 16 consecutive rows: all the pairs of a fragment layout that share a sector are read by one CTA.
+// A thread makes 8 consecutive d of one row (one 16-byte BF16 store) from four pairs of the pool.
+// Threads of a CTA cover 16 consecutive rows: all the pairs of a fragment layout that share a
+// sector are read by one CTA.
 #include "device/pool_layout.cuh"
 #include "device/vector.cuh"
 #include "host/error.h"
@@ -36,7 +37,8 @@ template <PoolLayout kLayout, class DqElement, class KvGrad>
 __global__ void __launch_bounds__(kThreads)
     postprocess_kernel(const __grid_constant__ PostprocessParams params, unsigned dq_ctas,
                        unsigned kv_ctas) {
-  const PoolShape shape{params.num_heads, params.num_kv_heads, params.num_heads / params.num_kv_heads};
+  const PoolShape shape{params.num_heads, params.num_kv_heads,
+                        params.num_heads / params.num_kv_heads};
   const auto piece_of = [](unsigned cta) { return int64_t{cta} * kThreads + threadIdx.x; };
   float x[8];
 
@@ -101,9 +103,12 @@ void launch_as(const PostprocessParams& params, cudaStream_t stream) {
 template <PoolLayout kLayout>
 void launch_as(const PostprocessParams& params, cudaStream_t stream) {
   switch (params.dq_accum) {
-    case DqAccum::kFp32: return launch_as<kLayout, float>(params, stream);
-    case DqAccum::kBf16: return launch_as<kLayout, __nv_bfloat16>(params, stream);
-    case DqAccum::kFp16: return launch_as<kLayout, __half>(params, stream);
+    case DqAccum::kFp32:
+      return launch_as<kLayout, float>(params, stream);
+    case DqAccum::kBf16:
+      return launch_as<kLayout, __nv_bfloat16>(params, stream);
+    case DqAccum::kFp16:
+      return launch_as<kLayout, __half>(params, stream);
   }
 }
 
@@ -111,8 +116,10 @@ void launch_as(const PostprocessParams& params, cudaStream_t stream) {
 
 void launch(const PostprocessParams& params, cudaStream_t stream) {
   switch (params.layout) {
-    case PoolLayout::kRowMajor: return launch_as<PoolLayout::kRowMajor>(params, stream);
-    case PoolLayout::kWgmma: return launch_as<PoolLayout::kWgmma>(params, stream);
+    case PoolLayout::kRowMajor:
+      return launch_as<PoolLayout::kRowMajor>(params, stream);
+    case PoolLayout::kWgmma:
+      return launch_as<PoolLayout::kWgmma>(params, stream);
   }
 }
 

@@ -1,7 +1,8 @@
-// The main kernel written for reading: a CTA takes tasks in turn and each of a task's rows one by one.
+// The main kernel written for reading: a CTA takes tasks in turn and each of a task's rows one by
+// one.
 //
-// Thread i owns key i of the block while it computes P and dS, and column i of d while it computes gradients. K,
-// V and the block's dK, dV of one task lie in shared memory.
+// Thread i owns key i of the block while it computes P and dS, and column i of d while it computes
+// gradients. K, V and the block's dK, dV of one task lie in shared memory.
 #include <algorithm>
 
 #include "device/pool_layout.cuh"
@@ -97,7 +98,8 @@ __device__ void run_task(const MainParams& params, SharedStorage& shared, int64_
 }
 
 template <class DqElement>
-__global__ void __launch_bounds__(kThreads) simple_kernel(const __grid_constant__ MainParams params) {
+__global__ void __launch_bounds__(kThreads)
+    simple_kernel(const __grid_constant__ MainParams params) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const int64_t num_tasks = params.descriptor->walk.num_tasks;
@@ -119,11 +121,15 @@ void launch_as(const MainParams& params, const DeviceInfo& device, cudaStream_t 
   check_cuda(cudaGetLastError(), "launch of the simple backward");
 }
 
-void launch(const MainParams& params, const Tuning&, const DeviceInfo& device, cudaStream_t stream) {
+void launch(const MainParams& params, const Tuning&, const DeviceInfo& device,
+            cudaStream_t stream) {
   switch (params.dq_accum) {
-    case DqAccum::kFp32: return launch_as<float>(params, device, stream);
-    case DqAccum::kBf16: return launch_as<__nv_bfloat16>(params, device, stream);
-    case DqAccum::kFp16: return launch_as<__half>(params, device, stream);
+    case DqAccum::kFp32:
+      return launch_as<float>(params, device, stream);
+    case DqAccum::kBf16:
+      return launch_as<__nv_bfloat16>(params, device, stream);
+    case DqAccum::kFp16:
+      return launch_as<__half>(params, device, stream);
   }
 }
 

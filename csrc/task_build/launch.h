@@ -15,7 +15,8 @@ constexpr int64_t kMaxItems = int64_t{1} << (32 - kTaskInItemBits);
 // A sort buffer: the keys of all tasks, then their values.
 constexpr size_t kBytesPerTask = sizeof(uint64_t) + sizeof(uint32_t);
 
-// Bits of the sort key's fields; the key is (head, window, block, token in the window), unused tasks last.
+// Bits of the sort key's fields; the key is (head, window, block, token in the window), unused
+// tasks last.
 struct KeyBits {
   int head;
   int token;

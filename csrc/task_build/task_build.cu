@@ -1,9 +1,11 @@
 // Schedule items -> the ordered task table and its descriptor.
 //
-//   expand   a CTA an item: checks it, checks every query of each task, appends (key, value) of good tasks
-//   sort     by (head, window of the first token, block, first token): keys are unique, so the table does not depend
+//   expand   a CTA an item: checks it, checks every query of each task, appends (key, value) of
+//   good tasks sort     by (head, window of the first token, block, first token): keys are unique,
+//   so the table does not depend
 //            on the items' order nor on the order of appending
-//   gather   a thread a task: header and resolved tokens in sorted order; the walk into the descriptor
+//   gather   a thread a task: header and resolved tokens in sorted order; the walk into the
+//   descriptor
 #include <algorithm>
 #include <cub/device/device_radix_sort.cuh>
 
@@ -136,7 +138,8 @@ __global__ void __launch_bounds__(kThreads)
                            __popc(ballot & ((1u << threadIdx.x % 32) - 1));
       if (slot < params.task_capacity) {
         const uint32_t token = place.first_token + place.queries[begin];
-        params.keys[0][slot] = sort_key(item, place.workspace_block, token, bits, params.window_log2);
+        params.keys[0][slot] =
+            sort_key(item, place.workspace_block, token, bits, params.window_log2);
         params.values[0][slot] = static_cast<uint32_t>(item_idx) << kTaskInItemBits | task;
       } else {
         atomicOr(&descriptor.flags, kFlagTaskOverflow);
@@ -150,8 +153,8 @@ __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ TaskBuildParams params, const uint32_t* sorted_values) {
   const ScheduleParams& s = params.schedule;
   // Appended tasks, clamped; the counter itself is left alone, other CTAs read it.
-  const int num_tasks = static_cast<int>(
-      min(int64_t{params.descriptor->walk.num_tasks}, params.task_capacity));
+  const int num_tasks =
+      static_cast<int>(min(int64_t{params.descriptor->walk.num_tasks}, params.task_capacity));
   const int64_t task_idx = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (task_idx >= num_tasks) return;
 

@@ -7,14 +7,15 @@
 
 namespace msa::sm90 {
 
-// A task's 128 rows are taken in two steps of 64: with dK and dV of 64 keys a warpgroup (128 registers a
-// thread) there is room for S, dP and dQ of a 64-row step (32 each), not of a 128-row one.
+// A task's 128 rows are taken in two steps of 64: with dK and dV of 64 keys a warpgroup (128
+// registers a thread) there is room for S, dP and dQ of a 64-row step (32 each), not of a 128-row
+// one.
 constexpr int kStepRows = 64;
 constexpr int kNumStages = 3;
 
-// | role     | warpgroup | registers | work                                                        |
-// | producer | 0         | 24        | one warp: task table -> TMA of K/V a segment, Q/dO a step   |
-// | consumer | 1, 2      | 240       | 64 keys each: S, dP, dV, dK of them; 64 columns of dQ       |
+// | role     | warpgroup | registers | work | | producer | 0         | 24        | one warp: task
+// table -> TMA of K/V a segment, Q/dO a step   | | consumer | 1, 2      | 240       | 64 keys each:
+// S, dP, dV, dK of them; 64 columns of dQ       |
 constexpr int kWarpgroupThreads = 128;
 constexpr int kNumConsumers = 2;
 constexpr int kNumThreads = (1 + kNumConsumers) * kWarpgroupThreads;
@@ -23,8 +24,8 @@ constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= 65536 / kWarpgroupThreads,
               "the register file holds 512 registers for each thread index of a warpgroup");
-constexpr int kConsumerKeys = kBlockKeys / kNumConsumers;   // 64
-constexpr int kConsumerDqDims = kHeadDim / kNumConsumers;   // 64
+constexpr int kConsumerKeys = kBlockKeys / kNumConsumers;  // 64
+constexpr int kConsumerDqDims = kHeadDim / kNumConsumers;  // 64
 
 // Shared layouts, all 128-byte swizzled (rows of 64 elements; 8 rows, 1 KiB, an atom):
 //   K, V   [2 halves of d][128 keys][64 d]            K-major for S, dP; MN-major for dQ
@@ -42,9 +43,9 @@ struct Slots {
   static_assert(kGroup == 16 || kGroup == 8);
   static constexpr int kPerTask = slots_per_task(kGroup);
   static constexpr int kPerStep = kPerTask / 2;
-  static constexpr int kPerWarp = kPerStep / 4;  // a warp's 16 dQ rows
-  static constexpr uint32_t kBytes = kGroup * kHeadDim * 2;       // Q or dO of a slot
-  static constexpr uint32_t kStatsBytes = kGroup * 8;             // row stats of a slot
+  static constexpr int kPerWarp = kPerStep / 4;              // a warp's 16 dQ rows
+  static constexpr uint32_t kBytes = kGroup * kHeadDim * 2;  // Q or dO of a slot
+  static constexpr uint32_t kStatsBytes = kGroup * 8;        // row stats of a slot
   static constexpr uint32_t kStageBytes = kPerStep * (2 * kBytes + kStatsBytes);
 };
 
@@ -61,7 +62,7 @@ struct StepInfo {
   int32_t last_key[8];  // last visible key of the block, may be negative or past the block
   int32_t index_head;
   int32_t workspace_block;
-  uint32_t flags;       // StepFlags
+  uint32_t flags;  // StepFlags
   int32_t unused;
 };
 

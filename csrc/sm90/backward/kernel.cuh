@@ -4,23 +4,25 @@
 //   dP^T = V dO^T    dS^T = P^T * (dP^T - delta)
 //   dV += P^T dO     dK += dS^T Q     dQ = dS K
 //
-// A consumer warpgroup owns 64 of the block's 128 keys: its S^T, dP^T fragments turn in place into the
-// register operands P^T, dS^T of dV and dK, whose accumulators live in registers for a whole segment. dS goes
-// through shared memory, where both warpgroups meet; each then computes 64 columns of dQ, one step late,
-// so that its GEMM runs beside the next step's exponentials.
+// A consumer warpgroup owns 64 of the block's 128 keys: its S^T, dP^T fragments turn in place into
+// the register operands P^T, dS^T of dV and dK, whose accumulators live in registers for a whole
+// segment. dS goes through shared memory, where both warpgroups meet; each then computes 64 columns
+// of dQ, one step late, so that its GEMM runs beside the next step's exponentials.
 //
-// | barrier       | stages | producer -> consumer           | count / bytes                         |
-// | bar_kv        | 1      | TMA -> consumers -> producer   | 64 KiB; empty: 8 warps                |
-// | bar_step      | 3      | TMA -> consumers -> producer   | Slots::kStageBytes; empty: 8 warps    |
-// | bar_ds_full   | 2      | consumer warps -> both groups  | 8 warps; no empty barrier, see below  |
+// | barrier       | stages | producer -> consumer           | count / bytes | | bar_kv        | 1
+// | TMA -> consumers -> producer   | 64 KiB; empty: 8 warps                | | bar_step      | 3 |
+// TMA -> consumers -> producer   | Slots::kStageBytes; empty: 8 warps    | | bar_ds_full   | 2 |
+// consumer warps -> both groups  | 8 warps; no empty barrier, see below  |
 //
 // A warpgroup's tensor-core queue in a step n, and what its threads do meanwhile:
 //   S(n) | dP(n)   | dV(n)    | dQ(n-1) | dK(n)
 //        | exp2(n) | dS(n)    | store dS(n)       | reduce dQ(n-1)
-// The queue runs dry between dK(n) and S(n+1), and whenever exp2 outlasts dP: the other warpgroup fills in.
+// The queue runs dry between dK(n) and S(n+1), and whenever exp2 outlasts dP: the other warpgroup
+// fills in.
 //
-// ds[n % 2] is free for step n once both warpgroups have finished dQ(n-2): each waits for its dQ(n-2)
-// before it arrives on bar_ds_full(n-1), and each has waited on bar_ds_full(n-1) before it stores dS(n).
+// ds[n % 2] is free for step n once both warpgroups have finished dQ(n-2): each waits for its
+// dQ(n-2) before it arrives on bar_ds_full(n-1), and each has waited on bar_ds_full(n-1) before it
+// stores dS(n).
 #pragma once
 
 #include "config.cuh"
@@ -41,7 +43,8 @@ struct KernelParams {
 // What an empty slot's row stats are copied from.
 __device__ float4 zero_row_stats[kTileRows / 8 / 2];
 
-// ---------------------------------------------------------------------------------------------- producer
+// ----------------------------------------------------------------------------------------------
+// producer
 
 // One warp. Lane s < kPerStep serves slot s of the step.
 template <int kGroup, DqAccum kDqAccum>
@@ -77,8 +80,7 @@ __device__ void produce(const KernelParams& params, SharedStorage<kDqAccum>& sha
     }
     // Tokens ascend within a task: the first one sees the fewest keys.
     const int block_offset = header.position_offset - header.workspace_block * kBlockKeys;
-    const bool diagonal =
-        __shfl_sync(~0u, token_of_lane, 0) + block_offset < kBlockKeys - 1;
+    const bool diagonal = __shfl_sync(~0u, token_of_lane, 0) + block_offset < kBlockKeys - 1;
     for (int step = 0; step < num_steps; ++step) {
       const int slot = lane % S::kPerStep;
       const int token = __shfl_sync(~0u, token_of_lane, step * S::kPerStep + slot);
@@ -103,15 +105,16 @@ __device__ void produce(const KernelParams& params, SharedStorage<kDqAccum>& sha
       if (lane < S::kPerStep) {
         const int group8 = header.index_head * (kGroup / 8);
         // Token -1 is outside the tensor: its box arrives as zeros.
-        tma_load_5d(shared.q[stage.index] + slot * S::kBytes, &params.q, full, 0, 0, 0, group8, token);
-        tma_load_5d(shared.grad_out[stage.index] + slot * S::kBytes, &params.grad_out, full, 0, 0, 0,
-                    group8, token);
+        tma_load_5d(shared.q[stage.index] + slot * S::kBytes, &params.q, full, 0, 0, 0, group8,
+                    token);
+        tma_load_5d(shared.grad_out[stage.index] + slot * S::kBytes, &params.grad_out, full, 0, 0,
+                    0, group8, token);
         const void* stats = zero_row_stats;
         if (token >= 0) {
           stats = main.row_stats + int64_t{token} * main.num_heads + header.index_head * kGroup;
         }
-        bulk_load(reinterpret_cast<uint8_t*>(shared.row_stats[stage.index]) + slot * S::kStatsBytes, stats,
-                  S::kStatsBytes, full);
+        bulk_load(reinterpret_cast<uint8_t*>(shared.row_stats[stage.index]) + slot * S::kStatsBytes,
+                  stats, S::kStatsBytes, full);
       }
       stage.advance();
     }
@@ -120,7 +123,8 @@ __device__ void produce(const KernelParams& params, SharedStorage<kDqAccum>& sha
   }
 }
 
-// ---------------------------------------------------------------------------------------------- consumer
+// ----------------------------------------------------------------------------------------------
+// consumer
 
 template <int kGroup, DqAccum kDqAccum>
 struct Consumer {
@@ -232,15 +236,18 @@ struct Consumer {
     flush(main.dv_pool, block_head, dv);
   }
 
-  // What is computed from the result is computed where it is used: a descriptor kept over the loop spills.
+  // What is computed from the result is computed where it is used: a descriptor kept over the loop
+  // spills.
   static __device__ __forceinline__ int recomputed(int x) {
     asm volatile("" : "+r"(x));
     return x;
   }
 
   // acc[64 keys, 64 rows] = keys[64, 128 d] * rows[64, 128 d]^T
-  __device__ __forceinline__ void gemm_keys_by_rows(float (&acc)[32], uint32_t keys, uint32_t rows) {
-    const uint64_t a = smem_descriptor(keys + recomputed(warpgroup) * kConsumerKeys * 128, 0, kAtomBytes);
+  __device__ __forceinline__ void gemm_keys_by_rows(float (&acc)[32], uint32_t keys,
+                                                    uint32_t rows) {
+    const uint64_t a =
+        smem_descriptor(keys + recomputed(warpgroup) * kConsumerKeys * 128, 0, kAtomBytes);
     const uint64_t b = smem_descriptor(rows, 0, kRowGroupBytes);
     wgmma_fence();
 #pragma unroll
@@ -259,17 +266,19 @@ struct Consumer {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {  // 16 rows each
       wgmma_m64n128k16_rs<Major::kMn>(acc, operand[4 * k], operand[4 * k + 1], operand[4 * k + 2],
-                                      operand[4 * k + 3], advance(b, k * 2 * kRowGroupBytes), kAccumulate || k > 0);
+                                      operand[4 * k + 3], advance(b, k * 2 * kRowGroupBytes),
+                                      kAccumulate || k > 0);
     }
   }
 
-  // dq[64 rows, 64 of this warpgroup's d] = dS[128 keys, 64 rows]^T * K[128 keys, 64 d], of the last stored dS.
+  // dq[64 rows, 64 of this warpgroup's d] = dS[128 keys, 64 rows]^T * K[128 keys, 64 d], of the
+  // last stored dS.
   __device__ __forceinline__ void issue_dq(float (&dq)[32]) {
     const uint32_t n = num_steps - 1;
     mbarrier_wait(&shared.bar_ds_full[n % 2], n / 2 % 2);
     const uint64_t a = smem_descriptor(smem_address(shared.ds[n % 2]), 0, kAtomBytes);
-    const uint64_t b =
-        smem_descriptor(smem_address(shared.k) + recomputed(warpgroup) * kKvHalfBytes, 0, kAtomBytes);
+    const uint64_t b = smem_descriptor(
+        smem_address(shared.k) + recomputed(warpgroup) * kKvHalfBytes, 0, kAtomBytes);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {  // 16 keys each
@@ -286,7 +295,8 @@ struct Consumer {
     stage.advance();
   }
 
-  // S^T -> P^T in place. Element 4c + 2r + j: row 8c + 2(lane % 4) + j, key 16 warp + lane/4 + 8r of ours.
+  // S^T -> P^T in place. Element 4c + 2r + j: row 8c + 2(lane % 4) + j, key 16 warp + lane/4 + 8r
+  // of ours.
   __device__ __forceinline__ void softmax(float (&s)[32], uint32_t flags, const StepInfo& info) {
     keep(s);
     const float4* stats = shared.row_stats[stage.index] + lane % 4;
@@ -312,15 +322,16 @@ struct Consumer {
     }
   }
 
-  // dS^T fragments -> ds[key][row], 16 bytes of 8 rows swizzled by the key, and hand it to both warpgroups.
+  // dS^T fragments -> ds[key][row], 16 bytes of 8 rows swizzled by the key, and hand it to both
+  // warpgroups.
   __device__ __forceinline__ void store_ds(const uint32_t (&operand)[16]) {
     const int key = warpgroup * kConsumerKeys + warp * 16 + lane % 16;
     const uint32_t row = smem_address(shared.ds[num_steps % 2]) + key * 128;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const uint32_t chunk = 2 * k + lane / 16;
-      stmatrix_x4(row + ((chunk ^ (key % 8)) << 4), operand[4 * k], operand[4 * k + 1], operand[4 * k + 2],
-                  operand[4 * k + 3]);
+      stmatrix_x4(row + ((chunk ^ (key % 8)) << 4), operand[4 * k], operand[4 * k + 1],
+                  operand[4 * k + 2], operand[4 * k + 3]);
     }
     fence_proxy_async();
     __syncwarp();
@@ -344,14 +355,16 @@ struct Consumer {
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
-      constexpr int kElements = kGroup * kConsumerDqDims;  // of a token in this warpgroup's half of d
+      constexpr int kElements =
+          kGroup * kConsumerDqDims;  // of a token in this warpgroup's half of d
       constexpr uint32_t kBytes = kElements * kDqElementBytes<kDqAccum>;
 #pragma unroll
       for (int i = 0; i < S::kPerWarp; ++i) {
         if (dq_tokens[i] < 0) continue;
         const int64_t row = int64_t{dq_tokens[i]} * main.num_kv_heads + index_head;
-        bulk_reduce_add<kDqAccum>(static_cast<uint8_t*>(main.dq_pool) + (row * 2 + warpgroup) * kBytes,
-                                  staging + i * kBytes, kBytes);
+        bulk_reduce_add<kDqAccum>(
+            static_cast<uint8_t*>(main.dq_pool) + (row * 2 + warpgroup) * kBytes,
+            staging + i * kBytes, kBytes);
       }
       bulk_commit();
     }
@@ -367,7 +380,8 @@ struct Consumer {
       }
     } else {
       if constexpr (kSize == 4) {
-        reinterpret_cast<uint2*>(staging)[piece] = make_uint2(pack_bf16x2(x[0], x[1]), pack_bf16x2(x[2], x[3]));
+        reinterpret_cast<uint2*>(staging)[piece] =
+            make_uint2(pack_bf16x2(x[0], x[1]), pack_bf16x2(x[2], x[3]));
       } else {
         reinterpret_cast<uint32_t*>(staging)[piece] = pack_bf16x2(x[0], x[1]);
       }
@@ -376,8 +390,8 @@ struct Consumer {
 
   // Adds 64 keys x 128 d to the pool (PoolLayout::kWgmma) and clears the accumulator.
   __device__ __forceinline__ void flush(float* pool, int64_t block_head, float (&acc)[64]) {
-    float* base = pool + block_head * (kBlockKeys * kHeadDim) + warpgroup * (kConsumerKeys * kHeadDim) +
-                  (warp * 32 + lane) * 4;
+    float* base = pool + block_head * (kBlockKeys * kHeadDim) +
+                  warpgroup * (kConsumerKeys * kHeadDim) + (warp * 32 + lane) * 4;
 #pragma unroll
     for (int c = 0; c < 16; ++c) {
       red_add_v4(base + c * (kWarpgroupThreads * 4), acc[4 * c], acc[4 * c + 1], acc[4 * c + 2],
@@ -386,7 +400,8 @@ struct Consumer {
   }
 };
 
-// ------------------------------------------------------------------------------------------------- entry
+// -------------------------------------------------------------------------------------------------
+// entry
 
 template <int kGroup, DqAccum kDqAccum>
 __global__ void __launch_bounds__(kNumThreads, 1)
@@ -415,7 +430,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     if (warp == 0) produce<kGroup>(params, shared, tasks);
   } else {
     warpgroup_acquire_registers<kConsumerRegisters>();
-    Consumer<kGroup, kDqAccum>{params.main, shared, warp / 4 - 1, warp % 4, static_cast<int>(threadIdx.x % 32)}
+    Consumer<kGroup, kDqAccum>{params.main, shared, warp / 4 - 1, warp % 4,
+                               static_cast<int>(threadIdx.x % 32)}
         .run();
   }
 }

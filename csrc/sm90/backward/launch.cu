@@ -1,8 +1,7 @@
-#include "sm90/backward/launch.h"
-
 #include "host/error.h"
 #include "host/tensor_map.h"
 #include "sm90/backward/kernel.cuh"
+#include "sm90/backward/launch.h"
 
 namespace msa::sm90 {
 namespace {
@@ -14,15 +13,17 @@ void launch_as(const MainParams& main, const Tuning& tuning, const DeviceInfo& d
                cudaStream_t stream) {
   KernelParams params;
   params.q = make_tensor_map(slot_map(main.q, main.num_tokens, main.num_heads, kGroup));
-  params.grad_out = make_tensor_map(slot_map(main.grad_out, main.num_tokens, main.num_heads, kGroup));
+  params.grad_out =
+      make_tensor_map(slot_map(main.grad_out, main.num_tokens, main.num_heads, kGroup));
   params.k = make_tensor_map(block_map(main.k, main.workspace_rows, main.num_kv_heads));
   params.v = make_tensor_map(block_map(main.v, main.workspace_rows, main.num_kv_heads));
   params.main = main;
 
   const auto kernel = backward_kernel<kGroup, kDqAccum>;
   constexpr int kSharedBytes = sizeof(SharedStorage<kDqAccum>);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-             "shared memory of the sm90 backward");
+  check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+      "shared memory of the sm90 backward");
   const int grid = max_grid(main.task_capacity, device.num_sms, tuning.walk);
   kernel<<<grid, kNumThreads, kSharedBytes, stream>>>(params);
   check_cuda(cudaGetLastError(), "launch of the sm90 backward");
@@ -50,8 +51,8 @@ void launch(const MainParams& main, const Tuning& tuning, const DeviceInfo& devi
 }  // namespace
 
 MainKernel main_kernel() {
-  return {"sm90",        9,      PoolLayout::kWgmma, DqAccum::kBf16, {DqAccum::kFp32, DqAccum::kBf16},
-          tune,          launch};
+  return {"sm90", 9,     PoolLayout::kWgmma, DqAccum::kBf16, {DqAccum::kFp32, DqAccum::kBf16},
+          tune,   launch};
 }
 
 }  // namespace msa::sm90

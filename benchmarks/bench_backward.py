@@ -1,0 +1,287 @@
+"""Times the backward stage by stage on a GPU, against the matmul and copy rates of the same run.
+
+    PYTHONPATH=.:tests python benchmarks/bench_backward.py [--cases T8192,pack16384] [--json out.json] [--peers]
+
+Every time is the median of CUDA-event timings with the L2 flushed before each. Useful FLOP = 1280 * Hq * E, with E the
+visible (query, key) pairs of one query head. `ratio` is useful FLOP/s over the best bf16 8192^3 matmul measured
+before and after; on an H200 a run whose matmul is below 740 TFLOP/s is void.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import cases
+from msa_ext import _cuda_backward, _runtime, reference, support
+from msa_ext.backward import Arguments, run_backward
+
+STAGES = ("delta", "clear", "task_build", "main", "postprocess")
+H200_MATMUL_FLOOR = 740.0
+FLOP_PER_PAIR = 1280  # 5 GEMMs of 128, a multiply and an add each
+
+
+class Timer:
+    """Median milliseconds of work on the current stream, L2 flushed before each repeat."""
+
+    def __init__(self, repeats: int):
+        self.repeats = repeats
+        self.flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, work: Callable[[], object]) -> tuple[float, float]:
+        """(median, half the spread between the 10th and 90th percentile)."""
+        for _ in range(3):
+            work()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeats)]
+        for begin, end in events:
+            self.flush.zero_()
+            begin.record()
+            work()
+            end.record()
+        torch.cuda.synchronize()
+        times = sorted(begin.elapsed_time(end) for begin, end in events)
+        low, high = times[len(times) // 10], times[-1 - len(times) // 10]
+        return statistics.median(times), (high - low) / 2
+
+
+def matmul_tflops() -> float:
+    """Best bf16 8192^3 matmul rate of ten timed products on random data."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    best = float("inf")
+    for _ in range(13):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        a @ b
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end))
+    return 2 * 8192**3 / best * 1e-9
+
+
+def copy_gbytes_per_s(timer: Timer) -> float:
+    """Device-to-device copy, bytes read plus written."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    median, _ = timer(lambda: target.copy_(source))
+    return 2 * source.numel() * 4 / median * 1e-6
+
+
+def visible_pairs(data: cases.CaseData) -> int:
+    """(query, key) pairs over all index heads."""
+    schedule = data.schedule
+    items = schedule.scheduler_metadata[: int(schedule.work_count)].long()
+    head, row, begin, size, entry, block = items.unbind(1)
+    item = torch.repeat_interleave(torch.arange(len(items), device=items.device), size)
+    within = torch.arange(len(item), device=items.device) - (size.cumsum(0) - size)[item]
+    edge = (schedule.row_ptr.long()[head, row] + begin)[item] + within
+    offsets = torch.tensor(data.query_offsets, device=items.device)
+    position = offsets[entry[item]] + schedule.q_indices[head[item], edge].long()
+    return int((position - 128 * block[item] + 1).clamp_max(128).sum())
+
+
+def stage_bytes(data: cases.CaseData, accum: str) -> dict[str, int]:
+    """Bytes that delta and clear + postprocess must move at least."""
+    rows = data.q.shape[0] * data.q.shape[1]
+    dq_pool = rows * 128 * (4 if accum == "fp32" else 2)
+    kv_pool = 2 * data.k_aligned.numel() * 4
+    return {
+        "delta": rows * (2 * 256 + 4 + 8),
+        "clear": dq_pool + kv_pool,
+        "postprocess": dq_pool + kv_pool + rows * 256 + 2 * data.k_aligned.numel() * 2,
+    }
+
+
+def bench_case(case: cases.Case, timer: Timer, backend: str, accum: str, matmul: float, copy: float) -> dict:
+    data = cases.make(
+        case,
+        device="cuda",
+        forward=lambda q, k, v, s, scale: reference.forward(q, k, v, s, softmax_scale=scale),
+    )
+    schedule = data.schedule
+    pairs = visible_pairs(data)
+    outputs = [torch.empty_like(data.q), torch.empty_like(data.k_aligned), torch.empty_like(data.v_aligned)]
+
+    def call():
+        return run_backward(
+            *data.arguments(), backend=backend, dq_accum=accum, dq=outputs[0], dk=outputs[1], dv=outputs[2]
+        )
+
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    total, spread = timer(call)
+    peak = torch.cuda.max_memory_allocated() - base
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(30):
+        call()
+    host_us = (time.perf_counter() - begin) / 30 * 1e6
+    torch.cuda.synchronize()
+
+    # Stages alone, on one workspace that a whole call has filled.
+    kept, original = {}, _runtime.workspace
+
+    def keep(total_bytes, sections, device):
+        if "tensor" not in kept:
+            kept["tensor"] = original(total_bytes, sections, device)
+        return kept["tensor"]
+
+    arguments = Arguments(*data.arguments(), data.softmax_scale, *outputs)
+    _runtime.workspace = keep
+    try:
+        _cuda_backward.launch(arguments, backend, accum)
+        stages = {
+            name: timer(lambda bit=1 << i: _cuda_backward.launch(arguments, backend, accum, stages=bit))[0]
+            for i, name in enumerate(STAGES)
+        }
+    finally:
+        _runtime.workspace = original
+    items = schedule.scheduler_metadata[: int(schedule.work_count), 3].long()
+    flop = FLOP_PER_PAIR * case.group * pairs
+    tflops = flop / total * 1e-9
+    rates = {name: size / stages[name] * 1e-6 for name, size in stage_bytes(data, accum).items()}
+    both = stage_bytes(data, accum)
+    rates["clear+postprocess"] = (
+        (both["clear"] + both["postprocess"]) / (stages["clear"] + stages["postprocess"]) * 1e-6
+    )
+    return {
+        "case": case.name,
+        "backend": backend,
+        "dq_accum": accum,
+        "shape": [data.q.shape[0], case.num_heads, case.num_kv_heads, data.k_aligned.shape[0]],
+        "edges": int(items.sum()),
+        "tasks": int(((items + 128 // case.group - 1) // (128 // case.group)).sum()),
+        "stage_ms": stages,
+        "total_ms": total,
+        "spread_ms": spread,
+        "host_us": host_us,
+        "useful_tflop": flop * 1e-12,
+        "useful_tflops": tflops,
+        "ratio": tflops / matmul,
+        "outside_main": 1 - stages["main"] / sum(stages.values()),
+        "copy_share": {name: rate / copy for name, rate in rates.items()},
+        "peak_bytes": peak,
+    }
+
+
+def bench_peers(case: cases.Case, timer: Timer) -> dict[str, float]:
+    """Milliseconds of dense causal SDPA and of FlexAttention with the selection as a mask, backward only."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    results = {}
+
+    def tensors(length: int, kv_heads: int):
+        shapes = ((1, case.num_heads, length, 128), (1, kv_heads, length, 128), (1, kv_heads, length, 128))
+        return [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+
+    for name, kind in (
+        ("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
+        ("sdpa_flash", SDPBackend.FLASH_ATTENTION),
+    ):
+        try:
+            total = 0.0
+            for length in case.documents:
+                q, k, v = tensors(length, case.num_heads)
+                with sdpa_kernel(kind):
+                    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                grad = torch.randn_like(out)
+                total += timer(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))[0]
+            results[name] = total
+        except RuntimeError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+
+    length = sum(case.documents)
+    data = cases.make(
+        case,
+        device="cuda",
+        forward=lambda q, k, v, s, scale: (torch.zeros_like(q), torch.zeros(q.shape[:2], device="cuda")),
+    )
+    selected = torch.zeros(case.num_kv_heads, length, length // 128 + 1, dtype=torch.bool, device="cuda")
+    document = torch.repeat_interleave(
+        torch.arange(len(case.documents), device="cuda"), torch.tensor(case.documents, device="cuda")
+    )
+    first = torch.tensor(data.cu_seqlens, device="cuda")[document]
+    ids = torch.where(data.topk >= 0, data.topk, length // 128)
+    selected.scatter_(2, ids.long(), True)
+
+    def mask(b, h, i, j):
+        same = (document[i] == document[j]) & (j <= i)
+        return same & selected[h // case.group, i, (j - first[j]) // 128]
+
+    torch.compiler.reset()
+    block_mask = create_block_mask(mask, 1, case.num_heads, length, length, device="cuda", _compile=True)
+    q, k, v = tensors(length, case.num_kv_heads)
+    out = torch.compile(flex_attention)(q, k, v, block_mask=block_mask, enable_gqa=True)
+    grad = torch.randn_like(out)
+    results["flex_attention"] = timer(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))[0]
+    return results
+
+
+def print_row(row: dict) -> None:
+    shape = "x".join(map(str, row["shape"]))
+    stages = " ".join(f"{name} {ms:.3f}" for name, ms in row["stage_ms"].items())
+    print(
+        f"{row['case']:16} {row['backend']}/{row['dq_accum']} T,Hq,Hkv,W {shape} edges {row['edges']} tasks {row['tasks']} | "
+        f"{stages} | total {row['total_ms']:.3f} +- {row['spread_ms']:.3f} ms | "
+        f"{row['useful_tflops']:.0f} TFLOP/s ratio {row['ratio']:.3f} outside main {row['outside_main']:.1%} | "
+        f"delta {row['copy_share']['delta']:.0%} clear+post {row['copy_share']['clear+postprocess']:.0%} of copy | "
+        f"host {row['host_us']:.0f} us peak {row['peak_bytes'] / 2**20:.0f} MiB"
+    )
+    for name, ms in row.get("peers_ms", {}).items():
+        print(f"{'':16} {name} {ms:.3f} ms")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", help="comma-separated names; default: all benchmark cases and ranks")
+    parser.add_argument("--backend", help="default: the device's")
+    parser.add_argument("--dq-accum", help="comma-separated; default: the backend's")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--peers", action="store_true", help="time dense SDPA and FlexAttention too")
+    parser.add_argument("--json", help="write everything to this file")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "error: the benchmark needs a CUDA device\n")
+    names = arguments.cases.split(",") if arguments.cases else [c.name for c in cases.benchmark_cases()]
+    unknown = [name for name in names if name not in cases.CASES]
+    if unknown:
+        parser.exit(2, f"error: --cases: expected names of tests/cases.py, got {', '.join(unknown)}\n")
+    backend = arguments.backend or support.default_backend(torch.cuda.get_device_capability())
+    accums = (arguments.dq_accum or support.cuda_backends()[backend].default_dq_accum).split(",")
+
+    timer = Timer(arguments.repeats)
+    before, copy = matmul_tflops(), copy_gbytes_per_s(timer)
+    rows = []
+    for name in names:
+        for accum in accums:
+            rows.append(bench_case(cases.CASES[name], timer, backend, accum, before, copy))
+            if arguments.peers and accum == accums[0] and "rank" not in cases.CASES[name].tags:
+                rows[-1]["peers_ms"] = bench_peers(cases.CASES[name], timer)
+    matmul = max(before, matmul_tflops())
+    device = torch.cuda.get_device_name()
+    void = "H200" in device and matmul < H200_MATMUL_FLOOR
+    print(
+        f"{device}, torch {torch.__version__}: matmul {matmul:.0f} TFLOP/s, copy {copy / 1000:.2f} TB/s{' VOID' if void else ''}"
+    )
+    for row in rows:
+        row["ratio"] = row["useful_tflops"] / matmul
+        print_row(row)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"device": device, "torch": torch.__version__, "matmul_tflops": matmul, "copy_gbytes_per_s": copy,
+                       "void": void, "cases": rows}, file, indent=1)  # fmt: skip
+    return 1 if void else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

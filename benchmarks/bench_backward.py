@@ -21,6 +21,7 @@ import torch
 import cases
 from msa_ext import _cuda_backward, _runtime, reference, support
 from msa_ext.backward import Arguments, run_backward
+from msa_ext.schedule import build_schedule
 
 STAGES = ("delta", "clear", "task_build", "main", "postprocess")
 H200_MATMUL_FLOOR = 740.0
@@ -170,6 +171,22 @@ def bench_case(case: cases.Case, timer: Timer, backend: str, accum: str, matmul:
     }
 
 
+def bench_task_build(num_tokens: int, timer: Timer, backend: str) -> dict:
+    """The task build alone, for one document of `num_tokens` tokens, Hq 64, Hkv 4, 16 blocks a token."""
+    own = torch.arange(num_tokens, device="cuda")[None, :, None] // 128
+    stride = 1 + torch.arange(4, device="cuda")[:, None, None]
+    topk = (own - stride * torch.arange(16, device="cuda")).to(torch.int32)
+    schedule = build_schedule(topk, torch.tensor([0, num_tokens], dtype=torch.int32, device="cuda"))
+    rows = -(-num_tokens // 128) * 128
+    q = torch.zeros(num_tokens, 64, 128, dtype=torch.bfloat16, device="cuda")
+    k = torch.zeros(rows, 4, 128, dtype=torch.bfloat16, device="cuda")
+    arguments = Arguments(q, k, k, q, torch.zeros(num_tokens, 64, device="cuda"), q, schedule, 1.0, q, k, k)
+    bit = 1 << STAGES.index("task_build")
+    median, spread = timer(lambda: _cuda_backward.launch(arguments, backend, "bf16", stages=bit))
+    tasks = int(((schedule.scheduler_metadata[: int(schedule.work_count), 3] + 7) // 8).sum())
+    return {"num_tokens": num_tokens, "tasks": tasks, "ms": median, "spread_ms": spread}
+
+
 def bench_peers(case: cases.Case, timer: Timer) -> dict[str, float]:
     """Milliseconds of dense causal SDPA and of FlexAttention with the selection as a mask, backward only."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -248,6 +265,7 @@ def main() -> int:
     parser.add_argument("--dq-accum", help="comma-separated; default: the backend's")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--peers", action="store_true", help="time dense SDPA and FlexAttention too")
+    parser.add_argument("--task-build", type=int, nargs="*", help="token counts to time the task build alone for")
     parser.add_argument("--json", help="write everything to this file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -267,6 +285,7 @@ def main() -> int:
             rows.append(bench_case(cases.CASES[name], timer, backend, accum, before, copy))
             if arguments.peers and accum == accums[0] and "rank" not in cases.CASES[name].tags:
                 rows[-1]["peers_ms"] = bench_peers(cases.CASES[name], timer)
+    builds = [bench_task_build(n, timer, backend) for n in arguments.task_build or []]
     matmul = max(before, matmul_tflops())
     device = torch.cuda.get_device_name()
     void = "H200" in device and matmul < H200_MATMUL_FLOOR
@@ -276,10 +295,15 @@ def main() -> int:
     for row in rows:
         row["ratio"] = row["useful_tflops"] / matmul
         print_row(row)
+    for build in builds:
+        print(
+            f"task build: {build['num_tokens']} tokens, {build['tasks']} tasks: "
+            f"{build['ms']:.3f} +- {build['spread_ms']:.3f} ms"
+        )
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump({"device": device, "torch": torch.__version__, "matmul_tflops": matmul, "copy_gbytes_per_s": copy,
-                       "void": void, "cases": rows}, file, indent=1)  # fmt: skip
+                       "void": void, "cases": rows, "task_builds": builds}, file, indent=1)  # fmt: skip
     return 1 if void else 0
 
 

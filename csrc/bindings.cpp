@@ -78,8 +78,9 @@ py::list describe_main_kernels() {
 
 py::tuple plan_of(const WorkspacePlan& plan) {
   py::list sections;
-  for (const Section& section : plan.sections) {
-    sections.append(py::make_tuple(section.name, section.offset, section.bytes));
+  for (int i = 0; i < kNumSections; ++i) {
+    const char* name = section_name(static_cast<Section>(i));
+    sections.append(py::make_tuple(name, plan.offsets[i], plan.bytes[i]));
   }
   return py::make_tuple(plan.total_bytes, sections);
 }
@@ -150,7 +151,7 @@ PYBIND11_MODULE(_C, module) {
         return plan_of(plan_backward(to_sizes(sizes), parse_dq_accum(dq_accum), guard_bytes));
       },
       py::arg("sizes"), py::arg("dq_accum"), py::arg("guard_bytes") = 0,
-      "(total bytes, [(section, offset, bytes)]) on the current device.");
+      "(total bytes, [(section, offset, bytes)]).");
   module.def("backward", &run_backward, py::arg("backend"), py::arg("device"), py::arg("stream"),
              py::arg("sizes"), py::arg("operands"), py::arg("lse"), py::arg("schedule"),
              py::arg("workspace"), py::arg("gradients"), py::arg("kv_grad_fp32"),

@@ -64,10 +64,9 @@ struct ScheduleParams {
 
 struct TaskBuildParams {
   ScheduleParams schedule;
-  uint64_t* keys[2];    // [task_capacity] each
-  uint32_t* values[2];  // [task_capacity] each
-  void* sort_temp;      // task_build::sort_temp_bytes
-  size_t sort_temp_bytes;
+  uint64_t* keys[2];           // [task_capacity] each
+  uint32_t* values[2];         // [task_capacity] each
+  uint32_t* histogram;         // [CTAs, 256]
   TaskHeader* headers;         // [task_capacity]
   int32_t* tokens;             // [task_capacity, 128/G]
   TaskDescriptor* descriptor;  // [1]

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import os
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from . import _runtime, debug, support
+from . import _runtime, debug
 
 if TYPE_CHECKING:
     from .backward import Arguments
 
 _CHECK_GUARD_BYTES = 4096
 _GUARD_PATTERN = 0xA5
-
-
-@cache
-def backends() -> dict[str, support.Backend]:
-    """`support.cuda_backends`, cached for the call path."""
-    return support.cuda_backends()
 
 
 @lru_cache(maxsize=256)

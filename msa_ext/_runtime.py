@@ -43,6 +43,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def guard(device: torch.device) -> contextlib.AbstractContextManager:
     """Makes `device` current inside the block."""
+    if device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
     return torch.cuda.device(device)
 
 

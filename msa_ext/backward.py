@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ CUDA_GROUPS = (16, 8)
 DQ_ACCUMS = ("bf16", "fp16", "fp32")
 
 
-@dataclass(frozen=True)
-class Arguments:
+class Arguments(NamedTuple):
     """Validated operands and outputs of one call."""
 
     q: Tensor
@@ -79,28 +78,9 @@ def run_backward(
         TypeError, ValueError: naming the argument, what was expected and what came; nothing has been launched.
         NotImplementedError: no backend for the device, or the backend lacks what was asked for.
     """
-    for name, tensor in (
-        ("q", q),
-        ("k_aligned", k_aligned),
-        ("v_aligned", v_aligned),
-        ("grad_out", grad_out),
-        ("out", out),
-    ):
-        _validate.tensor(name, tensor, dtype=torch.bfloat16)
-    _validate.tensor("lse", lse, dtype=torch.float32)
-    if not isinstance(schedule, MSABackwardSchedule):
-        raise TypeError(f"schedule: expected an MSABackwardSchedule, got {type(schedule).__name__}")
-    _check_shapes(q, k_aligned, v_aligned, grad_out, lse, out, schedule)
+    if not _agree(q, k_aligned, v_aligned, grad_out, lse, out, schedule):
+        _check_inputs(q, k_aligned, v_aligned, grad_out, lse, out, schedule)
     device = q.device
-    for name, tensor in (
-        ("k_aligned", k_aligned),
-        ("v_aligned", v_aligned),
-        ("grad_out", grad_out),
-        ("lse", lse),
-        ("out", out),
-        ("schedule", schedule),
-    ):
-        _validate.device(name, tensor, device, "q's")
     scale = _check_scale(softmax_scale)
     if kv_grad_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"kv_grad_dtype: expected torch.bfloat16 or torch.float32, got {kv_grad_dtype}")
@@ -133,6 +113,44 @@ def run_backward(
     else:
         _cuda_backward.launch(arguments, chosen, accum)
     return tuple(outputs)
+
+
+def _agree(q, k_aligned, v_aligned, grad_out, lse, out, schedule) -> bool:
+    """Whether types, shapes and devices are all as expected; a few microseconds, for every call."""
+    try:
+        num_tokens, num_heads, head_dim = shape = q.shape
+        num_rows, num_kv_heads, _ = kv_shape = k_aligned.shape
+        device = q.device
+        return (
+            type(schedule) is MSABackwardSchedule
+            and head_dim == kv_shape[2] == HEAD_DIM
+            and num_rows % BLOCK_KEYS == 0
+            and num_kv_heads == schedule.num_kv_heads
+            and num_heads > 0
+            and num_heads % num_kv_heads == 0
+            and shape == grad_out.shape == out.shape
+            and kv_shape == v_aligned.shape
+            and lse.shape == (num_tokens, num_heads)
+            and q.dtype == k_aligned.dtype == v_aligned.dtype == grad_out.dtype == out.dtype == torch.bfloat16
+            and lse.dtype == torch.float32
+            and device == k_aligned.device == v_aligned.device == grad_out.device
+            and device == lse.device == out.device == schedule.device
+        )
+    except (AttributeError, ValueError):  # not a tensor, or not three dimensions
+        return False
+
+
+def _check_inputs(q, k_aligned, v_aligned, grad_out, lse, out, schedule) -> None:
+    """Raises for the first input that is not as expected."""
+    wide = {"q": q, "k_aligned": k_aligned, "v_aligned": v_aligned, "grad_out": grad_out, "out": out}
+    for name, tensor in wide.items():
+        _validate.tensor(name, tensor, dtype=torch.bfloat16)
+    _validate.tensor("lse", lse, dtype=torch.float32)
+    if not isinstance(schedule, MSABackwardSchedule):
+        raise TypeError(f"schedule: expected an MSABackwardSchedule, got {type(schedule).__name__}")
+    _check_shapes(q, k_aligned, v_aligned, grad_out, lse, out, schedule)
+    for name, tensor in {**wide, "lse": lse, "schedule": schedule}.items():
+        _validate.device(name, tensor, q.device, "q's")
 
 
 def _check_shapes(q, k_aligned, v_aligned, grad_out, lse, out, schedule) -> None:
@@ -206,7 +224,7 @@ def _resolve(
 def _cuda_backend(device: torch.device, backend: str | None) -> support.Backend:
     if backend == support.REFERENCE.name:
         return support.REFERENCE
-    backends = _cuda_backward.backends()
+    backends = support.cuda_backends()
     capability = _runtime.capability(device)
     name = backend or support.default_backend(capability)
     found = backends.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -25,6 +26,7 @@ class Backend:
 REFERENCE = Backend("reference", "CPU", "fp32", ("bf16", "fp16", "fp32"), True, -1)
 
 
+@cache
 def cuda_backends() -> dict[str, Backend]:
     """The CUDA backends that are built, by name.
 
@@ -45,6 +47,7 @@ def cuda_backends() -> dict[str, Backend]:
     return backends
 
 
+@cache
 def default_backend(capability: tuple[int, int]) -> str | None:
     """The backend for a CUDA device when none is named: its own, else `simple`; None if it has neither."""
     backends = cuda_backends()

@@ -28,15 +28,18 @@ __global__ void __launch_bounds__(kThreads)
 
   uint4 out[kRowsInFlight];
   uint4 grad[kRowsInFlight];
+  float lse[kRowsInFlight];
+  int64_t token = first_row / params.num_heads;
+  int head = static_cast<int>(first_row - token * params.num_heads);
 #pragma unroll
   for (int i = 0; i < kRowsInFlight; ++i) {
     const int64_t row = first_row + i * kRowsPerPass;
     if (row < num_rows) {
-      const int64_t token = row / params.num_heads;
-      const int head = static_cast<int>(row % params.num_heads);
       out[i] = __ldcs(row_pieces(params.out, token, head) + lane);
       grad[i] = __ldg(row_pieces(params.grad_out, token, head) + lane);
+      if (lane == 0) lse[i] = __ldg(params.lse + row);
     }
+    for (head += kRowsPerPass; head >= params.num_heads; head -= params.num_heads) ++token;
   }
 #pragma unroll
   for (int i = 0; i < kRowsInFlight; ++i) {
@@ -55,12 +58,11 @@ __global__ void __launch_bounds__(kThreads)
       sum += __shfl_xor_sync(~0u, sum, offset);
     }
     if (lane == 0 && row < num_rows) {
-      const float lse = params.lse[row];
       // A token without visible keys has lse = -inf: P must be exp2(-inf) = 0, and dS = 0 * (dP -
       // 0).
-      const bool dead = lse == -INFINITY;
+      const bool dead = lse[i] == -INFINITY;
       params.row_stats[row] =
-          dead ? make_float2(-INFINITY, 0.0f) : make_float2(-lse * 1.4426950408889634f, sum);
+          dead ? make_float2(-INFINITY, 0.0f) : make_float2(-lse[i] * 1.4426950408889634f, sum);
     }
   }
 }

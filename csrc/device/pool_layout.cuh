@@ -1,53 +1,60 @@
-// Where an element lies in the accumulation pools, for each PoolLayout. Elements d and d + 1, d
-// even, are adjacent.
+// How the accumulation pools are laid out, in units of 16 consecutive elements.
+//
+// kRowMajor  dq [T, Hq, 128], dk/dv [W, Hkv, 128]: a unit is 16 d of one row.
+// kWgmma     accumulator fragments of 8 d: [8 rows, 4 pairs of d, 2 pieces, 2]. A unit is one of
+// the 8 rows with a
+//            second piece from
+//              dq, G = 16  [T, Hkv, 2 halves of d, 8 chunks of d, 8, ...]    the head 8 further
+//              dq, G = 8   [T, Hkv, 2 halves of d, 4 pairs of chunks, 8, ...] the chunk after
+//              dk, dv      [W/128, Hkv, 8 x 16 keys, 16 chunks of d, 8, ...]   the key 8 further
 #pragma once
 
 #include "params.h"
 
 namespace msa {
 
-struct PoolShape {
-  int num_heads;
-  int num_kv_heads;
-  int group;
+// Eight consecutive d of one row (query head or key) of a KV head.
+struct Piece {
+  int row;
+  int d;
 };
 
-// dQ of (token, query head, d).
+// The two pieces of unit `unit` of a token's dQ of one KV head; rows count inside the group.
 template <PoolLayout kLayout>
-__device__ __forceinline__ int64_t dq_pool_offset(const PoolShape& shape, int64_t token, int head,
-                                                  int d) {
+__device__ __forceinline__ void dq_unit_pieces(int group, int unit, Piece (&pieces)[2]) {
   if constexpr (kLayout == PoolLayout::kRowMajor) {
-    return (token * shape.num_heads + head) * kHeadDim + d;
+    const int row = unit / 8;
+    pieces[0] = {row, unit % 8 * 16};
+    pieces[1] = {row, unit % 8 * 16 + 8};
   } else {
-    static_assert(kLayout == PoolLayout::kWgmma);
-    // [T, Hkv, 2 halves of d, 8 chunks of 8 d, 32 lanes, G/8, 2]: accumulator fragments of 8 heads
-    // x 8 d, lane = head % 8 * 4 + d % 8 / 2.
-    const int row = head % shape.group;
-    const int half = d / 64;
-    const int lane = row % 8 * 4 + d % 8 / 2;
-    const int64_t token_head = token * shape.num_kv_heads + head / shape.group;
-    return (token_head * 2 + half) * (shape.group * 64) +
-           ((d % 64 / 8 * 32 + lane) * (shape.group / 8) + row / 8) * 2 + d % 2;
+    const int row = unit % 8;
+    const int chunk = unit / 8;
+    if (group == 16) {
+      pieces[0] = {row, chunk * 8};
+      pieces[1] = {row + 8, chunk * 8};
+    } else {
+      pieces[0] = {row, chunk * 16};
+      pieces[1] = {row, chunk * 16 + 8};
+    }
   }
 }
 
-// dK or dV of (workspace row, KV head, d).
+// The same for dK or dV of a block and KV head (kWgmma); rows are keys of the block.
+__device__ __forceinline__ void kv_unit_pieces(int unit, Piece (&pieces)[2]) {
+  const int key = unit / 128 * 16 + unit % 8;
+  const int d = unit % 128 / 8 * 8;
+  pieces[0] = {key, d};
+  pieces[1] = {key + 8, d};
+}
+
+// Where element i of a unit belongs: piece and d inside it.
 template <PoolLayout kLayout>
-__device__ __forceinline__ int64_t kv_pool_offset(const PoolShape& shape, int64_t key, int head,
-                                                  int d) {
-  if constexpr (kLayout == PoolLayout::kRowMajor) {
-    return (key * shape.num_kv_heads + head) * kHeadDim + d;
-  } else {
-    static_assert(kLayout == PoolLayout::kWgmma);
-    // [block, Hkv, 2 warpgroups, 16 chunks of 8 d, 4 warps, 32 lanes, 2, 2]: a warpgroup holds 64
-    // keys, a warp 16, a lane keys lane/4 and lane/4 + 8.
-    const int in_block = static_cast<int>(key % kBlockKeys);
-    const int lane = in_block % 8 * 4 + d % 8 / 2;
-    const int warp = in_block % 64 / 16;
-    const int64_t block_head = key / kBlockKeys * shape.num_kv_heads + head;
-    return block_head * (kBlockKeys * kHeadDim) + in_block / 64 * (64 * kHeadDim) +
-           ((d / 8 * 4 + warp) * 32 + lane) * 4 + in_block % 16 / 8 * 2 + d % 2;
-  }
+__device__ constexpr int unit_piece(int i) {
+  return kLayout == PoolLayout::kRowMajor ? i / 8 : i % 4 / 2;
+}
+template <PoolLayout kLayout>
+__device__ constexpr int unit_d(int i) {
+  return kLayout == PoolLayout::kRowMajor ? i % 8 : i / 4 * 2 + i % 2;
 }
 
 }  // namespace msa

@@ -38,9 +38,7 @@ void check_sizes(const Sizes& sizes) {
 
 WorkspacePlan plan_backward(const Sizes& sizes, DqAccum dq_accum, size_t guard_bytes) {
   check_sizes(sizes);
-  return plan_workspace(sizes, dq_accum,
-                        task_build::sort_temp_bytes(sizes.task_capacity(), key_bits(sizes)),
-                        guard_bytes);
+  return plan_workspace(sizes, dq_accum, guard_bytes);
 }
 
 void backward(const BackwardArguments& arguments, uint32_t stages) {
@@ -54,24 +52,26 @@ void backward(const BackwardArguments& arguments, uint32_t stages) {
   require(std::count(kernel.dq_accums.begin(), kernel.dq_accums.end(), arguments.dq_accum) == 1,
           "dq_accum: not supported by backend ", kernel.name);
   const WorkspacePlan plan = plan_backward(sizes, arguments.dq_accum, arguments.guard_bytes);
-  const auto at = [&](const char* section) { return arguments.workspace + plan[section].offset; };
+  const auto at = [&](Section section) { return arguments.workspace + plan.offset(section); };
   const auto runs = [&](Stage stage) { return (stages >> static_cast<int>(stage) & 1) != 0; };
   const bool has_pairs = sizes.num_tokens > 0 && sizes.workspace_rows > 0 &&
                          sizes.task_capacity() > 0 && sizes.num_entries > 0;
 
   DeltaParams delta{arguments.out,    arguments.grad_out,
-                    arguments.lse,    reinterpret_cast<float2*>(at("row_stats")),
+                    arguments.lse,    reinterpret_cast<float2*>(at(Section::kRowStats)),
                     sizes.num_tokens, sizes.num_heads};
   if (runs(Stage::kDelta) && has_pairs) delta::launch(delta, stream);
 
   if (runs(Stage::kClear)) {
-    if (arguments.guard_bytes == 0) {  // the pools are adjacent
-      const size_t begin = plan["dq_pool"].offset;
-      check_cuda(cudaMemsetAsync(arguments.workspace + begin, 0, plan.total_bytes - begin, stream),
+    const auto clear = [&](size_t begin, size_t bytes) {
+      check_cuda(cudaMemsetAsync(arguments.workspace + begin, 0, bytes, stream),
                  "clearing the pools");
+    };
+    if (arguments.guard_bytes == 0) {
+      clear(plan.offset(Section::kDqPool), plan.total_bytes - plan.offset(Section::kDqPool));
     } else {
-      for (const char* pool : {"dq_pool", "dk_pool", "dv_pool"}) {
-        check_cuda(cudaMemsetAsync(at(pool), 0, plan[pool].bytes, stream), "clearing the pools");
+      for (const Section pool : {Section::kDqPool, Section::kDkPool, Section::kDvPool}) {
+        clear(plan.offset(pool), plan.size(pool));
       }
     }
   }
@@ -89,14 +89,14 @@ void backward(const BackwardArguments& arguments, uint32_t stages) {
   build.schedule.work_capacity = static_cast<int32_t>(sizes.work_capacity);
   build.schedule.edge_capacity = sizes.edge_capacity;
   for (int i = 0; i < 2; ++i) {
-    build.keys[i] = reinterpret_cast<uint64_t*>(at(i == 0 ? "sort_buffer_0" : "sort_buffer_1"));
+    build.keys[i] =
+        reinterpret_cast<uint64_t*>(at(i == 0 ? Section::kSortBuffer0 : Section::kSortBuffer1));
     build.values[i] = reinterpret_cast<uint32_t*>(build.keys[i] + sizes.task_capacity());
   }
-  build.sort_temp = at("sort_temp");
-  build.sort_temp_bytes = plan["sort_temp"].bytes;
-  build.headers = reinterpret_cast<TaskHeader*>(at("task_headers"));
-  build.tokens = reinterpret_cast<int32_t*>(at("task_tokens"));
-  build.descriptor = reinterpret_cast<TaskDescriptor*>(at("descriptor"));
+  build.histogram = reinterpret_cast<uint32_t*>(at(Section::kSortHistogram));
+  build.headers = reinterpret_cast<TaskHeader*>(at(Section::kTaskHeaders));
+  build.tokens = reinterpret_cast<int32_t*>(at(Section::kTaskTokens));
+  build.descriptor = reinterpret_cast<TaskDescriptor*>(at(Section::kDescriptor));
   build.flags = arguments.flags;
   build.task_capacity = sizes.task_capacity();
   build.window_log2 = tuning.window_log2;
@@ -120,9 +120,9 @@ void backward(const BackwardArguments& arguments, uint32_t stages) {
   main.descriptor = build.descriptor;
   main.task_headers = build.headers;
   main.task_tokens = build.tokens;
-  main.dq_pool = at("dq_pool");
-  main.dk_pool = reinterpret_cast<float*>(at("dk_pool"));
-  main.dv_pool = reinterpret_cast<float*>(at("dv_pool"));
+  main.dq_pool = at(Section::kDqPool);
+  main.dk_pool = reinterpret_cast<float*>(at(Section::kDkPool));
+  main.dv_pool = reinterpret_cast<float*>(at(Section::kDvPool));
   main.scale_log2 = arguments.softmax_scale * 1.4426950408889634f;
   main.num_tokens = static_cast<int32_t>(sizes.num_tokens);
   main.num_heads = sizes.num_heads;

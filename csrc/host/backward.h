@@ -34,7 +34,7 @@ struct BackwardArguments {
 enum class Stage { kDelta, kClear, kTaskBuild, kMain, kPostprocess };
 constexpr uint32_t kAllStages = 0x1F;
 
-// The plan for this call on `device`, which is current.
+// The workspace of a call; throws std::invalid_argument where the sizes cannot be served.
 WorkspacePlan plan_backward(const Sizes& sizes, DqAccum dq_accum, size_t guard_bytes);
 
 // Enqueues the backward; never synchronises. Throws std::invalid_argument or std::runtime_error.

@@ -3,8 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
-#include <vector>
 
 #include "params.h"
 
@@ -27,22 +25,32 @@ struct Sizes {
   }
 };
 
-struct Section {
-  std::string name;
-  size_t offset;
-  size_t bytes;
+enum class Section {
+  kDescriptor,
+  kRowStats,
+  kSortBuffer0,
+  kSortBuffer1,
+  kSortHistogram,
+  kTaskHeaders,
+  kTaskTokens,
+  kDqPool,  // the pools come last, one behind the other: they are cleared together
+  kDkPool,
+  kDvPool,
 };
+constexpr int kNumSections = 10;
+
+const char* section_name(Section section);
 
 struct WorkspacePlan {
-  std::vector<Section> sections;  // ascending, 256-byte aligned
+  size_t offsets[kNumSections];  // ascending, 256-byte aligned
+  size_t bytes[kNumSections];
   size_t total_bytes;
 
-  const Section& operator[](const std::string& name) const;
+  size_t offset(Section section) const { return offsets[static_cast<int>(section)]; }
+  size_t size(Section section) const { return bytes[static_cast<int>(section)]; }
 };
 
-// `sort_temp_bytes`: what the task build's sort asks for. `guard_bytes` lie unused after every
-// section. The pools dq, dk and dv come last, one behind the other: they are cleared together.
-WorkspacePlan plan_workspace(const Sizes& sizes, DqAccum dq_accum, size_t sort_temp_bytes,
-                             size_t guard_bytes);
+// `guard_bytes` lie unused after every section.
+WorkspacePlan plan_workspace(const Sizes& sizes, DqAccum dq_accum, size_t guard_bytes);
 
 }  // namespace msa

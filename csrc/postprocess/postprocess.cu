@@ -1,8 +1,6 @@
 // Pools -> gradients: memory bound, every pool element read once, every gradient written once.
 //
-// A thread makes 8 consecutive d of one row (one 16-byte BF16 store) from four pairs of the pool.
-// Threads of a CTA cover 16 consecutive rows: all the pairs of a fragment layout that share a
-// sector are read by one CTA.
+// A thread reads one unit of a pool, 16 consecutive elements, and writes its two pieces of 8 d.
 #include "device/pool_layout.cuh"
 #include "device/vector.cuh"
 #include "host/error.h"
@@ -12,24 +10,43 @@ namespace msa::postprocess {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPiecesPerRow = kHeadDim / 8;
+constexpr int kUnit = 16;
 
-__device__ float2 load_pair(const float* pool, int64_t offset) {
-  return __ldg(reinterpret_cast<const float2*>(pool + offset));
-}
-__device__ float2 load_pair(const __nv_bfloat16* pool, int64_t offset) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(pool + offset));
-}
-__device__ float2 load_pair(const __half* pool, int64_t offset) {
-  return __half22float2(*reinterpret_cast<const __half2*>(pool + offset));
+__device__ void load_unit(const float* unit, float (&x)[kUnit]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 y = __ldcs(reinterpret_cast<const float4*>(unit) + i);
+    x[4 * i] = y.x;
+    x[4 * i + 1] = y.y;
+    x[4 * i + 2] = y.z;
+    x[4 * i + 3] = y.w;
+  }
 }
 
-__device__ void store_piece(__nv_bfloat16* row, const float (&x)[8]) {
-  __stcs(reinterpret_cast<uint4*>(row), pack_bf16x8(x));
+// 16-bit elements.
+template <class Element>
+__device__ void load_unit(const Element* unit, float (&x)[kUnit]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint4 packed = __ldcs(reinterpret_cast<const uint4*>(unit) + i);
+    const auto* elements = reinterpret_cast<const Element*>(&packed);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[8 * i + j] = static_cast<float>(elements[j]);
+  }
 }
-__device__ void store_piece(float* row, const float (&x)[8]) {
-  __stcs(reinterpret_cast<float4*>(row), make_float4(x[0], x[1], x[2], x[3]));
-  __stcs(reinterpret_cast<float4*>(row) + 1, make_float4(x[4], x[5], x[6], x[7]));
+
+__device__ void store_piece(__nv_bfloat16* target, const float (&x)[8]) {
+  __stcs(reinterpret_cast<uint4*>(target), pack_bf16x8(x));
+}
+__device__ void store_piece(float* target, const float (&x)[8]) {
+  __stcs(reinterpret_cast<float4*>(target), make_float4(x[0], x[1], x[2], x[3]));
+  __stcs(reinterpret_cast<float4*>(target) + 1, make_float4(x[4], x[5], x[6], x[7]));
+}
+
+template <PoolLayout kLayout>
+__device__ void unpack(const float (&x)[kUnit], float scale, float (&pieces)[2][8]) {
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) pieces[unit_piece<kLayout>(i)][unit_d<kLayout>(i)] = x[i] * scale;
 }
 
 // CTAs [0, dq_ctas) make dq, the next kv_ctas dk, the last kv_ctas dv.
@@ -37,51 +54,54 @@ template <PoolLayout kLayout, class DqElement, class KvGrad>
 __global__ void __launch_bounds__(kThreads)
     postprocess_kernel(const __grid_constant__ PostprocessParams params, unsigned dq_ctas,
                        unsigned kv_ctas) {
-  const PoolShape shape{params.num_heads, params.num_kv_heads,
-                        params.num_heads / params.num_kv_heads};
-  const auto piece_of = [](unsigned cta) { return int64_t{cta} * kThreads + threadIdx.x; };
-  float x[8];
-
+  float x[kUnit];
+  float values[2][8];
+  Piece pieces[2];
   if (blockIdx.x < dq_ctas) {
-    const int64_t piece = piece_of(blockIdx.x);
-    const int64_t row = piece / kPiecesPerRow;
-    const int d = static_cast<int>(piece % kPiecesPerRow) * 8;
-    const int64_t token = row / params.num_heads;
-    if (token >= params.num_tokens) return;
-    const int head = static_cast<int>(row % params.num_heads);
+    const int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+    const int group = params.num_heads / params.num_kv_heads;
+    const int units_per_head = group * kHeadDim / kUnit;
+    const int64_t token_head = unit / units_per_head;  // (token, KV head), as in the gradient
+    if (token_head >= params.num_tokens * params.num_kv_heads) return;
+    load_unit(static_cast<const DqElement*>(params.dq_pool) + unit * kUnit, x);
+    unpack<kLayout>(x, params.softmax_scale, values);
+    dq_unit_pieces<kLayout>(group, static_cast<int>(unit % units_per_head), pieces);
+    __nv_bfloat16* target = params.dq + token_head * group * kHeadDim;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = load_pair(static_cast<const DqElement*>(params.dq_pool),
-                                    dq_pool_offset<kLayout>(shape, token, head, d + 2 * i));
-      x[2 * i] = pair.x * params.softmax_scale;
-      x[2 * i + 1] = pair.y * params.softmax_scale;
-    }
-    store_piece(params.dq + piece * 8, x);
+    for (int i = 0; i < 2; ++i)
+      store_piece(target + pieces[i].row * kHeadDim + pieces[i].d, values[i]);
     return;
   }
 
+  constexpr int kUnitsPerBlock = kBlockKeys * kHeadDim / kUnit;
   const bool is_dk = blockIdx.x < dq_ctas + kv_ctas;
-  const int64_t piece = piece_of(blockIdx.x - dq_ctas - (is_dk ? 0 : kv_ctas));
-  const int64_t row = piece / kPiecesPerRow;
-  const int d = static_cast<int>(piece % kPiecesPerRow) * 8;
-  const int64_t key = row / params.num_kv_heads;
-  if (key >= params.workspace_rows) return;
-  const int head = static_cast<int>(row % params.num_kv_heads);
-  const float* pool = is_dk ? params.dk_pool : params.dv_pool;
-  const float scale = is_dk ? params.softmax_scale : 1.0f;
+  const int64_t unit =
+      int64_t{blockIdx.x - dq_ctas - (is_dk ? 0 : kv_ctas)} * kThreads + threadIdx.x;
+  if (unit * kUnit >= params.workspace_rows * params.num_kv_heads * kHeadDim) return;
+  load_unit((is_dk ? params.dk_pool : params.dv_pool) + unit * kUnit, x);
+  unpack<kLayout>(x, is_dk ? params.softmax_scale : 1.0f, values);
+  auto* gradient = static_cast<KvGrad*>(is_dk ? params.dk : params.dv);
+  if constexpr (kLayout == PoolLayout::kRowMajor) {
+    store_piece(gradient + unit * kUnit, values[0]);
+    store_piece(gradient + unit * kUnit + 8, values[1]);
+  } else {
+    const int64_t block_head = unit / kUnitsPerBlock;
+    const int64_t first_key = block_head / params.num_kv_heads * kBlockKeys;
+    const int64_t head = block_head % params.num_kv_heads;
+    kv_unit_pieces(static_cast<int>(unit % kUnitsPerBlock), pieces);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = load_pair(pool, kv_pool_offset<kLayout>(shape, key, head, d + 2 * i));
-    x[2 * i] = pair.x * scale;
-    x[2 * i + 1] = pair.y * scale;
+    for (int i = 0; i < 2; ++i) {
+      const int64_t row = (first_key + pieces[i].row) * params.num_kv_heads + head;
+      store_piece(gradient + row * kHeadDim + pieces[i].d, values[i]);
+    }
   }
-  store_piece(static_cast<KvGrad*>(is_dk ? params.dk : params.dv) + piece * 8, x);
 }
 
 template <PoolLayout kLayout, class DqElement, class KvGrad>
 void launch_as(const PostprocessParams& params, cudaStream_t stream) {
-  constexpr int64_t kRowsPerCta = kThreads / kPiecesPerRow;
-  const auto ctas = [](int64_t rows) { return static_cast<unsigned>(ceil_div(rows, kRowsPerCta)); };
+  const auto ctas = [](int64_t rows) {
+    return static_cast<unsigned>(ceil_div<int64_t>(rows * kHeadDim / kUnit, kThreads));
+  };
   const unsigned dq_ctas = ctas(params.num_tokens * params.num_heads);
   const unsigned kv_ctas = ctas(params.workspace_rows * params.num_kv_heads);
   const unsigned grid = dq_ctas + 2 * kv_ctas;

@@ -5,7 +5,6 @@
 // gradients. K, V and the block's dK, dV of one task lie in shared memory.
 #include <algorithm>
 
-#include "device/pool_layout.cuh"
 #include "device/vector.cuh"
 #include "host/error.h"
 #include "simple/launch.h"
@@ -44,7 +43,6 @@ __device__ float row_element(const StridedOperand& operand, int64_t row, int hea
 template <class DqElement>
 __device__ void run_task(const MainParams& params, SharedStorage& shared, int64_t task) {
   const TaskHeader header = load_header(params.task_headers + task);
-  const PoolShape shape{params.num_heads, params.num_kv_heads, params.group};
   const int64_t first_key = int64_t{header.workspace_block} * kBlockKeys;
   const int own = threadIdx.x;
   for (int i = 0; i < kBlockKeys; ++i) {
@@ -85,12 +83,12 @@ __device__ void run_task(const MainParams& params, SharedStorage& shared, int64_
         shared.dv[key][own] = fmaf(shared.p[key], shared.grad_out[own], shared.dv[key][own]);
       }
       add_dq(static_cast<DqElement*>(params.dq_pool),
-             dq_pool_offset<PoolLayout::kRowMajor>(shape, token, head, own), dq);
+             (token * params.num_heads + head) * kHeadDim + own, dq);
     }
   }
   for (int key = 0; key < kBlockKeys; ++key) {
-    const int64_t offset =
-        kv_pool_offset<PoolLayout::kRowMajor>(shape, first_key + key, header.index_head, own);
+    const int64_t row = (first_key + key) * params.num_kv_heads + header.index_head;
+    const int64_t offset = row * kHeadDim + own;
     atomicAdd(params.dk_pool + offset, shared.dk[key][own]);
     atomicAdd(params.dv_pool + offset, shared.dv[key][own]);
   }

@@ -1,13 +1,16 @@
-// Schedule items -> the ordered task table and its descriptor.
+// Schedule items -> the ordered task table and its descriptor, in one cooperative launch.
 //
-//   expand   a CTA an item: checks it, checks every query of each task, appends (key, value) of
-//   good tasks sort     by (head, window of the first token, block, first token): keys are unique,
-//   so the table does not depend
-//            on the items' order nor on the order of appending
+//   expand   a warp 32 tasks of an item: checks the item and every query, appends (key, value) of
+//   good tasks sort     stable radix sort, 8 bits a pass, by (head, window of the first token,
+//   block, first token); keys are
+//            unique, so the table depends neither on the items' order nor on the order of appending
 //   gather   a thread a task: header and resolved tokens in sorted order; the walk into the
 //   descriptor
+//
+// Only the tasks there are get sorted: their number stays on the device.
+#include <cooperative_groups.h>
+
 #include <algorithm>
-#include <cub/device/device_radix_sort.cuh>
 
 #include "host/error.h"
 #include "task_build/launch.h"
@@ -15,7 +18,7 @@
 namespace msa::task_build {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
 
 struct Item {
   int index_head;
@@ -82,83 +85,138 @@ __device__ uint64_t sort_key(const Item& item, int32_t block, uint32_t token, co
   return key << window_log2 | (token & ((1u << window_log2) - 1));
 }
 
-__global__ void __launch_bounds__(kThreads)
-    expand_kernel(const __grid_constant__ TaskBuildParams params, KeyBits bits) {
+// Checks 32 tasks of an item and appends the good ones. Called by whole warps.
+__device__ void expand(const TaskBuildParams& params, const KeyBits& bits, int item_idx,
+                       int chunk) {
   const ScheduleParams& s = params.schedule;
-  TaskDescriptor& descriptor = *params.descriptor;
-  const int work_count = *s.work_count;
-  const int num_items = min(max(work_count, 0), s.work_capacity);
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    descriptor.num_items = num_items;
-    if (work_count > s.work_capacity) atomicOr(&descriptor.flags, kFlagWorkCountClamped);
-    if (work_count < 0) atomicOr(&descriptor.flags, kFlagBadItem);
-  }
-  const int item_idx = blockIdx.x;
-  if (item_idx >= num_items) return;
-
   const Item item = load_item(s, item_idx);
   ItemPlace place;
   const uint32_t bad = locate(s, item, place);
+  const int lane = threadIdx.x % 32;
   if (bad != 0) {
-    if (threadIdx.x == 0) atomicOr(&descriptor.flags, bad);
+    if (chunk == 0 && lane == 0) atomicOr(&params.descriptor->flags, bad);
     return;
   }
   const int slots = slots_per_task(s.group);
-  const int num_tasks = ceil_div(item.q_count, slots);
-  __shared__ int warp_counts[kThreads / 32];
-  __shared__ int first_slot;
-  for (int first = 0; first < num_tasks; first += kThreads) {
-    const int task = first + threadIdx.x;
-    const int begin = task * slots;
-    const int end = min(begin + slots, item.q_count);
-    bool good = task < num_tasks;
-    int previous = -1;
-    for (int i = begin; i < end; ++i) {
-      const int query = place.queries[i];
-      good = good && query > previous && query < place.num_queries;
-      previous = query;
-    }
-    if (task < num_tasks && !good) atomicOr(&descriptor.flags, kFlagBadQueryIndex);
+  const int task = chunk * 32 + lane;
+  if (chunk * 32 * slots >= item.q_count) return;
+  const int begin = task * slots;
+  const int end = min(begin + slots, item.q_count);
+  bool good = begin < end;
+  int previous = -1;
+  for (int i = begin; i < end; ++i) {
+    const int query = place.queries[i];
+    good = good && query > previous && query < place.num_queries;
+    previous = query;
+  }
+  if (begin < end && !good) atomicOr(&params.descriptor->flags, kFlagBadQueryIndex);
 
-    const unsigned ballot = __ballot_sync(~0u, good);
-    if (threadIdx.x % 32 == 0) warp_counts[threadIdx.x / 32] = __popc(ballot);
+  const unsigned ballot = __ballot_sync(~0u, good);
+  int first_slot = 0;
+  if (lane == 0 && ballot != 0) {
+    first_slot = atomicAdd(&params.descriptor->walk.num_tasks, __popc(ballot));
+  }
+  const int64_t slot =
+      int64_t{__shfl_sync(~0u, first_slot, 0)} + __popc(ballot & ((1u << lane) - 1));
+  if (!good) return;
+  if (slot >= params.task_capacity) {
+    atomicOr(&params.descriptor->flags, kFlagTaskOverflow);
+    return;
+  }
+  const uint32_t token = place.first_token + place.queries[begin];
+  params.keys[0][slot] = sort_key(item, place.workspace_block, token, bits, params.window_log2);
+  params.values[0][slot] = static_cast<uint32_t>(item_idx) << kTaskInItemBits | task;
+}
+
+struct SortStorage {
+  uint32_t counts[kWarps][kRadix];  // of a tile, by warp; then where each warp's elements go
+  uint32_t partial[kThreads / kRadix][kRadix];
+  uint32_t before[kThreads / kRadix][kRadix];
+  uint32_t base[kRadix];  // where this CTA's next element of a digit goes
+};
+
+// This CTA's contiguous share of `count` elements.
+__device__ int2 cta_share(int count) {
+  const int share = ceil_div<int>(count, gridDim.x);
+  const int begin = min(static_cast<int>(blockIdx.x) * share, count);
+  return make_int2(begin, min(begin + share, count));
+}
+
+// storage.base[d] = elements with a smaller digit, plus those with digit d in earlier CTAs.
+__device__ void place_digits(SortStorage& storage, const uint32_t* histogram) {
+  constexpr int kParts = kThreads / kRadix;
+  const int digit = threadIdx.x % kRadix;
+  const int part = threadIdx.x / kRadix;
+  uint32_t total = 0;
+  uint32_t before = 0;
+  for (unsigned cta = part; cta < gridDim.x; cta += kParts) {
+    const uint32_t count = histogram[cta * kRadix + digit];
+    total += count;
+    if (cta < blockIdx.x) before += count;
+  }
+  storage.partial[part][digit] = total;
+  storage.before[part][digit] = before;
+  __syncthreads();
+  if (part == 0) {
+    for (int i = 1; i < kParts; ++i) {
+      total += storage.partial[i][digit];
+      before += storage.before[i][digit];
+    }
+    storage.base[digit] = total;
+  }
+  __syncthreads();
+  // Inclusive scan over the digits.
+  for (int distance = 1; distance < kRadix; distance *= 2) {
+    uint32_t sum = 0;
+    if (part == 0)
+      sum = storage.base[digit] + (digit >= distance ? storage.base[digit - distance] : 0);
     __syncthreads();
-    if (threadIdx.x == 0) {
-      int total = 0;
-      for (int& count : warp_counts) {
-        const int before = total;
-        total += count;
-        count = before;
+    if (part == 0) storage.base[digit] = sum;
+    __syncthreads();
+  }
+  if (part == 0) storage.base[digit] += before - total;
+  __syncthreads();
+}
+
+// Moves this CTA's share to its sorted place, keeping the order of equal digits.
+__device__ void scatter(const TaskBuildParams& params, SortStorage& storage, int2 share, int source,
+                        int shift) {
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  for (int first = share.x; first < share.y; first += kThreads) {
+    for (int i = threadIdx.x; i < kWarps * kRadix; i += kThreads) (&storage.counts[0][0])[i] = 0;
+    __syncthreads();
+    const int i = first + threadIdx.x;
+    const bool valid = i < share.y;
+    const uint64_t key = valid ? params.keys[source][i] : 0;
+    const uint32_t value = valid ? params.values[source][i] : 0;
+    const int digit = valid ? static_cast<int>(key >> shift) & (kRadix - 1) : kRadix;
+    const unsigned peers = __match_any_sync(~0u, digit);
+    const int rank = __popc(peers & ((1u << lane) - 1));
+    if (valid && rank == 0) storage.counts[warp][digit] = __popc(peers);
+    __syncthreads();
+    if (threadIdx.x < kRadix) {
+      uint32_t next = storage.base[threadIdx.x];
+      for (int w = 0; w < kWarps; ++w) {
+        const uint32_t count = storage.counts[w][threadIdx.x];
+        storage.counts[w][threadIdx.x] = next;
+        next += count;
       }
-      first_slot = atomicAdd(&descriptor.walk.num_tasks, total);
+      storage.base[threadIdx.x] = next;
     }
     __syncthreads();
-    if (good) {
-      const int64_t slot = int64_t{first_slot} + warp_counts[threadIdx.x / 32] +
-                           __popc(ballot & ((1u << threadIdx.x % 32) - 1));
-      if (slot < params.task_capacity) {
-        const uint32_t token = place.first_token + place.queries[begin];
-        params.keys[0][slot] =
-            sort_key(item, place.workspace_block, token, bits, params.window_log2);
-        params.values[0][slot] = static_cast<uint32_t>(item_idx) << kTaskInItemBits | task;
-      } else {
-        atomicOr(&descriptor.flags, kFlagTaskOverflow);
-      }
+    if (valid) {
+      const uint32_t target = storage.counts[warp][digit] + rank;
+      params.keys[1 - source][target] = key;
+      params.values[1 - source][target] = value;
     }
     __syncthreads();
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    gather_kernel(const __grid_constant__ TaskBuildParams params, const uint32_t* sorted_values) {
+__device__ void gather(const TaskBuildParams& params, const uint32_t* values, int task_idx) {
   const ScheduleParams& s = params.schedule;
-  // Appended tasks, clamped; the counter itself is left alone, other CTAs read it.
-  const int num_tasks =
-      static_cast<int>(min(int64_t{params.descriptor->walk.num_tasks}, params.task_capacity));
-  const int64_t task_idx = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (task_idx >= num_tasks) return;
-
-  const uint32_t value = sorted_values[task_idx];
+  const uint32_t value = values[task_idx];
   const Item item = load_item(s, value >> kTaskInItemBits);
   ItemPlace place;
   locate(s, item, place);
@@ -166,7 +224,7 @@ __global__ void __launch_bounds__(kThreads)
   const int begin = (value & ((1u << kTaskInItemBits) - 1)) * slots;
   const int count = min(slots, item.q_count - begin);
   params.headers[task_idx] = {place.workspace_block, item.index_head, place.position_offset, count};
-  int4* tokens = reinterpret_cast<int4*>(params.tokens + task_idx * slots);
+  int4* tokens = reinterpret_cast<int4*>(params.tokens + int64_t{task_idx} * slots);
   for (int i = 0; i < slots; i += 4) {
     int token[4];
 #pragma unroll
@@ -177,11 +235,60 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void finish_kernel(TaskDescriptor* descriptor, uint32_t* flags, int64_t task_capacity,
-                              int num_sms, WalkRule rule) {
-  const int64_t appended = descriptor->walk.num_tasks;
-  descriptor->walk = plan_walk(static_cast<int32_t>(min(appended, task_capacity)), num_sms, rule);
-  *flags = descriptor->flags;
+__global__ void __launch_bounds__(kThreads)
+    task_build_kernel(const __grid_constant__ TaskBuildParams params, KeyBits bits) {
+  __shared__ SortStorage storage;
+  const auto grid = cooperative_groups::this_grid();
+  const ScheduleParams& s = params.schedule;
+  TaskDescriptor& descriptor = *params.descriptor;
+  const int work_count = *s.work_count;
+  const int num_items = min(max(work_count, 0), s.work_capacity);
+  const bool is_first_thread = blockIdx.x == 0 && threadIdx.x == 0;
+  if (is_first_thread) {
+    descriptor.walk.num_tasks = 0;
+    descriptor.num_items = num_items;
+    descriptor.flags = (work_count > s.work_capacity ? kFlagWorkCountClamped : 0) |
+                       (work_count < 0 ? kFlagBadItem : 0);
+  }
+  grid.sync();
+
+  const int chunks_per_item = ceil_div(kMaxItemQueries / slots_per_task(s.group), 32);
+  const int64_t num_warps = int64_t{gridDim.x} * kWarps;
+  const int64_t first_warp = int64_t{threadIdx.x / 32} * gridDim.x + blockIdx.x;
+  for (int64_t i = first_warp; i < int64_t{num_items} * chunks_per_item; i += num_warps) {
+    // Chunk by chunk over all items: most items are short.
+    expand(params, bits, static_cast<int>(i % num_items), static_cast<int>(i / num_items));
+  }
+  grid.sync();
+
+  const int num_tasks =
+      static_cast<int>(min(static_cast<int64_t>(descriptor.walk.num_tasks), params.task_capacity));
+  const int2 share = cta_share(num_tasks);
+  int source = 0;
+  for (int shift = 0; shift < bits.total(); shift += kRadixBits) {
+    if (threadIdx.x < kRadix) storage.base[threadIdx.x] = 0;
+    __syncthreads();
+    for (int i = share.x + threadIdx.x; i < share.y; i += kThreads) {
+      atomicAdd(&storage.base[params.keys[source][i] >> shift & (kRadix - 1)], 1);
+    }
+    __syncthreads();
+    if (threadIdx.x < kRadix) {
+      params.histogram[blockIdx.x * kRadix + threadIdx.x] = storage.base[threadIdx.x];
+    }
+    grid.sync();
+    place_digits(storage, params.histogram);
+    scatter(params, storage, share, source, shift);
+    grid.sync();
+    source = 1 - source;
+  }
+
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < num_tasks; i += gridDim.x * kThreads) {
+    gather(params, params.values[source], i);
+  }
+  if (is_first_thread) {  // all have read num_tasks before the sort's barriers
+    descriptor.walk = plan_walk(num_tasks, params.num_sms, params.walk);
+    *params.flags = descriptor.flags;
+  }
 }
 
 int bit_width(int64_t count) {
@@ -190,52 +297,24 @@ int bit_width(int64_t count) {
   return bits;
 }
 
-cudaError_t sort(void* temp, size_t& temp_bytes, cub::DoubleBuffer<uint64_t>& keys,
-                 cub::DoubleBuffer<uint32_t>& values, int64_t count, const KeyBits& bits,
-                 cudaStream_t stream) {
-  // One bit more than the fields need: it is set in the keys of unused tasks only.
-  return cub::DeviceRadixSort::SortPairs(temp, temp_bytes, keys, values, count, 0, bits.total() + 1,
-                                         stream);
-}
-
 }  // namespace
 
 KeyBits key_bits(int64_t num_heads, int64_t num_tokens, int64_t num_blocks) {
-  return {bit_width(num_heads), bit_width(num_tokens), bit_width(num_blocks)};
-}
-
-size_t sort_temp_bytes(int64_t task_capacity, const KeyBits& bits) {
-  cub::DoubleBuffer<uint64_t> keys;
-  cub::DoubleBuffer<uint32_t> values;
-  size_t bytes = 0;
-  check_cuda(sort(nullptr, bytes, keys, values, task_capacity, bits, nullptr),
-             "size of the task sort's scratch");
-  return bytes;
+  // At least one bit: a sort pass always separates the counting of tasks from the descriptor's last
+  // write.
+  return {bit_width(num_heads), std::max(bit_width(num_tokens), 1), bit_width(num_blocks)};
 }
 
 void launch(const TaskBuildParams& params, const KeyBits& bits, cudaStream_t stream) {
   TaskBuildParams build = params;
   build.window_log2 = std::min(params.window_log2, bits.token);
-  check_cuda(cudaMemsetAsync(build.descriptor, 0, sizeof(TaskDescriptor), stream),
-             "clearing the task descriptor");
-  // Values follow keys; the sort copies those of unused tasks too.
-  check_cuda(cudaMemsetAsync(build.keys[0], 0xFF, build.task_capacity * kBytesPerTask, stream),
-             "clearing the unsorted tasks");
-  expand_kernel<<<build.schedule.work_capacity, kThreads, 0, stream>>>(build, bits);
-  check_cuda(cudaGetLastError(), "launch of the task build's expand");
-
-  cub::DoubleBuffer<uint64_t> keys(build.keys[0], build.keys[1]);
-  cub::DoubleBuffer<uint32_t> values(build.values[0], build.values[1]);
-  size_t temp_bytes = build.sort_temp_bytes;
-  check_cuda(sort(build.sort_temp, temp_bytes, keys, values, build.task_capacity, bits, stream),
-             "the task sort");
-
-  const auto grid = static_cast<unsigned>(ceil_div<int64_t>(build.task_capacity, kThreads));
-  gather_kernel<<<grid, kThreads, 0, stream>>>(build, values.Current());
-  check_cuda(cudaGetLastError(), "launch of the task build's gather");
-  finish_kernel<<<1, 1, 0, stream>>>(build.descriptor, build.flags, build.task_capacity,
-                                     build.num_sms, build.walk);
-  check_cuda(cudaGetLastError(), "launch of the task build's finish");
+  const int64_t wanted = ceil_div<int64_t>(build.task_capacity, kThreads);
+  const int grid = static_cast<int>(std::min<int64_t>(wanted, std::min(build.num_sms, kMaxCtas)));
+  KeyBits key_bits = bits;
+  void* arguments[] = {&build, &key_bits};
+  check_cuda(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(task_build_kernel),
+                                         dim3(grid), dim3(kThreads), arguments, 0, stream),
+             "launch of the task build");
 }
 
 }  // namespace msa::task_build

@@ -344,12 +344,12 @@ struct Consumer {
     if (lane == 0) bulk_wait_read<0>();
     __syncwarp();
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {  // 8 d: two of each of our two rows
-      if constexpr (kGroup == 16) {
-        store_dq<4>(staging, c * 32 + lane, dq + 4 * c);
-      } else {
-        store_dq<2>(staging, c * 32 + lane, dq + 4 * c);
-        store_dq<2>(staging, (8 + c) * 32 + lane, dq + 4 * c + 2);
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (kGroup == 16) {  // a chunk of 8 d: of both our rows, 8 heads apart
+        store_dq(staging, i * 32 + lane, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      } else {  // of one row, which is a token of its own: two chunks
+        const int x = i % 4 * 8 + i / 4 * 2;
+        store_dq(staging, i * 32 + lane, dq[x], dq[x + 1], dq[x + 4], dq[x + 5]);
       }
     }
     fence_proxy_async();
@@ -370,32 +370,24 @@ struct Consumer {
     }
   }
 
-  template <int kSize>
-  __device__ __forceinline__ void store_dq(uint8_t* staging, int piece, const float* x) {
+  static __device__ __forceinline__ void store_dq(uint8_t* staging, int index, float x0, float x1,
+                                                  float x2, float x3) {
     if constexpr (kDqAccum == DqAccum::kFp32) {
-      if constexpr (kSize == 4) {
-        reinterpret_cast<float4*>(staging)[piece] = make_float4(x[0], x[1], x[2], x[3]);
-      } else {
-        reinterpret_cast<float2*>(staging)[piece] = make_float2(x[0], x[1]);
-      }
+      reinterpret_cast<float4*>(staging)[index] = make_float4(x0, x1, x2, x3);
     } else {
-      if constexpr (kSize == 4) {
-        reinterpret_cast<uint2*>(staging)[piece] =
-            make_uint2(pack_bf16x2(x[0], x[1]), pack_bf16x2(x[2], x[3]));
-      } else {
-        reinterpret_cast<uint32_t*>(staging)[piece] = pack_bf16x2(x[0], x[1]);
-      }
+      reinterpret_cast<uint2*>(staging)[index] =
+          make_uint2(pack_bf16x2(x0, x1), pack_bf16x2(x2, x3));
     }
   }
 
   // Adds 64 keys x 128 d to the pool (PoolLayout::kWgmma) and clears the accumulator.
   __device__ __forceinline__ void flush(float* pool, int64_t block_head, float (&acc)[64]) {
+    constexpr int kWarpElements = 16 * kHeadDim;
     float* base = pool + block_head * (kBlockKeys * kHeadDim) +
-                  warpgroup * (kConsumerKeys * kHeadDim) + (warp * 32 + lane) * 4;
+                  (warpgroup * 4 + warp) * kWarpElements + lane * 4;
 #pragma unroll
     for (int c = 0; c < 16; ++c) {
-      red_add_v4(base + c * (kWarpgroupThreads * 4), acc[4 * c], acc[4 * c + 1], acc[4 * c + 2],
-                 acc[4 * c + 3]);
+      red_add_v4(base + c * (32 * 4), acc[4 * c], acc[4 * c + 1], acc[4 * c + 2], acc[4 * c + 3]);
     }
   }
 };

@@ -81,7 +81,8 @@ struct DeltaParams {
   StridedOperand out;       // [T, Hq, 128]
   StridedOperand grad_out;  // [T, Hq, 128]
   const float* lse;         // [T, Hq]
-  float2* row_stats;        // [T, Hq]
+  float* neg_lse_log2;      // [T, Hq], -lse * log2(e), or -inf where lse = -inf
+  float* delta;             // [T, Hq], rowsum(out * grad_out), or 0 where lse = -inf
   int64_t num_tokens;
   int32_t num_heads;
 };
@@ -100,7 +101,8 @@ struct MainParams {
   StridedOperand grad_out;           // [T, Hq, 128]
   StridedOperand k;                  // [W, Hkv, 128]
   StridedOperand v;                  // [W, Hkv, 128]
-  const float2* row_stats;           // [T, Hq] {-lse*log2(e), or -inf where lse = -inf; delta}
+  const float* neg_lse_log2;         // [T, Hq], -inf where lse = -inf
+  const float* delta;                // [T, Hq]
   const TaskDescriptor* descriptor;  // [1]
   const TaskHeader* task_headers;    // [task_capacity]
   const int32_t* task_tokens;        // [task_capacity, 128/G], -1 in empty slots

@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kThreads)
       // A token without visible keys has lse = -inf: P must be exp2(-inf) = 0, and dS = 0 * (dP -
       // 0).
       const bool dead = lse[i] == -INFINITY;
-      params.row_stats[row] =
-          dead ? make_float2(-INFINITY, 0.0f) : make_float2(-lse[i] * 1.4426950408889634f, sum);
+      params.neg_lse_log2[row] = dead ? -INFINITY : -lse[i] * 1.4426950408889634f;
+      params.delta[row] = dead ? 0.0f : sum;
     }
   }
 }

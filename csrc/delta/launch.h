@@ -6,7 +6,7 @@
 
 namespace msa::delta {
 
-// row_stats = {-lse * log2(e), rowsum(out * grad_out)} for every token and query head.
+// Both row statistics of every token and query head.
 void launch(const DeltaParams& params, cudaStream_t stream);
 
 }  // namespace msa::delta

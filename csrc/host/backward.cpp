@@ -57,9 +57,13 @@ void backward(const BackwardArguments& arguments, uint32_t stages) {
   const bool has_pairs = sizes.num_tokens > 0 && sizes.workspace_rows > 0 &&
                          sizes.task_capacity() > 0 && sizes.num_entries > 0;
 
-  DeltaParams delta{arguments.out,    arguments.grad_out,
-                    arguments.lse,    reinterpret_cast<float2*>(at(Section::kRowStats)),
-                    sizes.num_tokens, sizes.num_heads};
+  DeltaParams delta{arguments.out,
+                    arguments.grad_out,
+                    arguments.lse,
+                    reinterpret_cast<float*>(at(Section::kNegLse)),
+                    reinterpret_cast<float*>(at(Section::kDelta)),
+                    sizes.num_tokens,
+                    sizes.num_heads};
   if (runs(Stage::kDelta) && has_pairs) delta::launch(delta, stream);
 
   if (runs(Stage::kClear)) {
@@ -116,7 +120,8 @@ void backward(const BackwardArguments& arguments, uint32_t stages) {
   main.grad_out = arguments.grad_out;
   main.k = arguments.k;
   main.v = arguments.v;
-  main.row_stats = delta.row_stats;
+  main.neg_lse_log2 = delta.neg_lse_log2;
+  main.delta = delta.delta;
   main.descriptor = build.descriptor;
   main.task_headers = build.headers;
   main.task_tokens = build.tokens;

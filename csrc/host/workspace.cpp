@@ -13,8 +13,8 @@ size_t align_up(size_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment;
 
 const char* section_name(Section section) {
   constexpr const char* kNames[kNumSections] = {
-      "descriptor",   "row_stats",   "sort_buffer_0", "sort_buffer_1", "sort_histogram",
-      "task_headers", "task_tokens", "dq_pool",       "dk_pool",       "dv_pool"};
+      "descriptor",   "neg_lse",     "delta",   "sort_buffer_0", "sort_buffer_1", "sort_histogram",
+      "task_headers", "task_tokens", "dq_pool", "dk_pool",       "dv_pool"};
   return kNames[static_cast<int>(section)];
 }
 
@@ -25,7 +25,8 @@ WorkspacePlan plan_workspace(const Sizes& sizes, DqAccum dq_accum, size_t guard_
   const size_t dq_element = dq_accum == DqAccum::kFp32 ? 4 : 2;
   const size_t bytes[kNumSections] = {
       sizeof(TaskDescriptor),
-      rows * sizeof(float2),
+      rows * sizeof(float),
+      rows * sizeof(float),
       tasks * task_build::kBytesPerTask,
       tasks * task_build::kBytesPerTask,
       task_build::kHistogramBytes,

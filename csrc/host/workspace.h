@@ -27,7 +27,8 @@ struct Sizes {
 
 enum class Section {
   kDescriptor,
-  kRowStats,
+  kNegLse,
+  kDelta,
   kSortBuffer0,
   kSortBuffer1,
   kSortHistogram,
@@ -37,7 +38,7 @@ enum class Section {
   kDkPool,
   kDvPool,
 };
-constexpr int kNumSections = 10;
+constexpr int kNumSections = 11;
 
 const char* section_name(Section section);
 

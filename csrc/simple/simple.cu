@@ -70,10 +70,10 @@ __device__ void run_task(const MainParams& params, SharedStorage& shared, int64_
         s = fmaf(shared.q[d], __bfloat162float(shared.k[own][d]), s);
         dp = fmaf(shared.grad_out[d], __bfloat162float(shared.v[own][d]), dp);
       }
-      const float2 stats = params.row_stats[token * params.num_heads + head];
-      const float p = visible ? exp2f(fmaf(s, params.scale_log2, stats.x)) : 0.0f;
+      const int64_t row = token * params.num_heads + head;
+      const float p = visible ? exp2f(fmaf(s, params.scale_log2, params.neg_lse_log2[row])) : 0.0f;
       shared.p[own] = p;
-      shared.ds[own] = p * (dp - stats.y);
+      shared.ds[own] = p * (dp - params.delta[row]);
       __syncthreads();
 
       float dq = 0.0f;

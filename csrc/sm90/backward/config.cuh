@@ -45,8 +45,8 @@ struct Slots {
   static constexpr int kPerStep = kPerTask / 2;
   static constexpr int kPerWarp = kPerStep / 4;              // a warp's 16 dQ rows
   static constexpr uint32_t kBytes = kGroup * kHeadDim * 2;  // Q or dO of a slot
-  static constexpr uint32_t kStatsBytes = kGroup * 8;        // row stats of a slot
-  static constexpr uint32_t kStageBytes = kPerStep * (2 * kBytes + kStatsBytes);
+  static constexpr uint32_t kStatsBytes = kGroup * 4;        // lse or delta of a slot
+  static constexpr uint32_t kStageBytes = kPerStep * 2 * (kBytes + kStatsBytes);
 };
 
 enum StepFlags : uint32_t {
@@ -79,7 +79,8 @@ struct alignas(1024) SharedStorage {
   uint8_t grad_out[kNumStages][kStepBytes];
   uint8_t ds[2][kDsBytes];
   uint8_t dq[kNumConsumerWarps][kDqWarpBytes];
-  float4 row_stats[kNumStages][kStepRows / 2];  // {-lse*log2e, delta} of two rows
+  float neg_lse_log2[kNumStages][kStepRows];
+  float delta[kNumStages][kStepRows];
   StepInfo step[kNumStages];
   uint64_t bar_kv_full;
   uint64_t bar_kv_empty;

@@ -15,8 +15,9 @@
 // consumer warps -> both groups  | 8 warps; no empty barrier, see below  |
 //
 // A warpgroup's tensor-core queue in a step n, and what its threads do meanwhile:
-//   S(n) | dP(n)   | dV(n)    | dQ(n-1) | dK(n)
-//        | exp2(n) | dS(n)    | store dS(n)       | reduce dQ(n-1)
+//   S(n) | dP(n)   | dV(n)         | dQ(n-1) | dK(n)
+//        | exp2(n) | dS(n), store  |         | store dQ(n-1), fence, hand over dS(n), reduce
+//        dQ(n-1)
 // The queue runs dry between dK(n) and S(n+1), and whenever exp2 outlasts dP: the other warpgroup
 // fills in.
 //
@@ -41,7 +42,7 @@ struct KernelParams {
 };
 
 // What an empty slot's row stats are copied from.
-__device__ float4 zero_row_stats[kTileRows / 8 / 2];
+alignas(16) __device__ const float zero_row_stats[16] = {};
 
 // ----------------------------------------------------------------------------------------------
 // producer
@@ -109,12 +110,11 @@ __device__ void produce(const KernelParams& params, SharedStorage<kDqAccum>& sha
                     token);
         tma_load_5d(shared.grad_out[stage.index] + slot * S::kBytes, &params.grad_out, full, 0, 0,
                     0, group8, token);
-        const void* stats = zero_row_stats;
-        if (token >= 0) {
-          stats = main.row_stats + int64_t{token} * main.num_heads + header.index_head * kGroup;
-        }
-        bulk_load(reinterpret_cast<uint8_t*>(shared.row_stats[stage.index]) + slot * S::kStatsBytes,
-                  stats, S::kStatsBytes, full);
+        const int64_t row = int64_t{token} * main.num_heads + header.index_head * kGroup;
+        bulk_load(shared.neg_lse_log2[stage.index] + slot * kGroup,
+                  token < 0 ? zero_row_stats : main.neg_lse_log2 + row, S::kStatsBytes, full);
+        bulk_load(shared.delta[stage.index] + slot * kGroup,
+                  token < 0 ? zero_row_stats : main.delta + row, S::kStatsBytes, full);
       }
       stage.advance();
     }
@@ -178,40 +178,46 @@ struct Consumer {
     gemm_keys_by_rows(dp, smem_address(shared.v), grad_out);
     wgmma_commit();
 
+    float2 stats[8];
+    load_stats(stats, shared.neg_lse_log2[stage.index]);
     wgmma_wait<1>();
-    softmax(s, flags, info);
+    softmax(s, stats, flags, info);
     uint32_t p_operand[16];
-    uint32_t ds_operand[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) p_operand[i] = pack_bf16x2(s[2 * i], s[2 * i + 1]);
     keep(p_operand);
     wgmma_fence();
     gemm_keys_by_dims<!kFirst>(dv, p_operand, grad_out);
     wgmma_commit();
+
+    load_stats(stats, shared.delta[stage.index]);
     wgmma_wait<1>();
     keep(dp);
-    const float4* stats = shared.row_stats[stage.index] + lane % 4;
+    uint32_t ds_operand[16];
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {  // 8 rows
-      const float4 pair = stats[4 * c];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {  // key, key + 8
-        const int i = 4 * c + 2 * r;
-        ds_operand[i / 2] = pack_bf16x2(s[i] * (dp[i] - pair.y), s[i + 1] * (dp[i + 1] - pair.w));
-      }
+    for (int i = 0; i < 32; i += 2) {
+      const float2 delta = stats[i / 4];
+      ds_operand[i / 2] = pack_bf16x2(s[i] * (dp[i] - delta.x), s[i + 1] * (dp[i + 1] - delta.y));
     }
     keep(ds_operand);
+    if constexpr (!kFirst) wait_ds();
+    store_ds(ds_operand);
     float dq[32];
     if constexpr (!kFirst) issue_dq(dq);
     wgmma_fence();
     gemm_keys_by_dims<!kFirst>(dk, ds_operand, q);
     wgmma_commit();
 
-    store_ds(ds_operand);
     if constexpr (!kFirst) {
       wgmma_wait<1>();
       keep(dq);
-      reduce_dq(dq, info.index_head);
+      stage_dq(dq);
+    }
+    fence_proxy_async();  // the one fence of a step: it waits for every store before it
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(&shared.bar_ds_full[num_steps % 2]);
+      if constexpr (!kFirst) reduce_dq(info.index_head);
     }
 #pragma unroll
     for (int i = 0; i < S::kPerWarp; ++i) dq_tokens[i] = info.token[warp * S::kPerWarp + i];
@@ -225,12 +231,20 @@ struct Consumer {
   // dQ of the segment's last step, then dK and dV into their pools.
   __device__ __forceinline__ void finish_segment() {
     float dq[32];
+    wait_ds();
     issue_dq(dq);
     wgmma_wait<0>();
     keep(dq);
-    if (lane == 0) mbarrier_arrive(&shared.bar_kv_empty);
+    keep(dk);
+    keep(dv);
+    stage_dq(dq);
+    fence_proxy_async();
+    __syncwarp();
     const StepInfo& info = shared.step[stage.index];
-    reduce_dq(dq, info.index_head);
+    if (lane == 0) {
+      mbarrier_arrive(&shared.bar_kv_empty);
+      reduce_dq(info.index_head);
+    }
     const int64_t block_head = int64_t{info.workspace_block} * main.num_kv_heads + info.index_head;
     flush(main.dk_pool, block_head, dk);
     flush(main.dv_pool, block_head, dv);
@@ -271,12 +285,16 @@ struct Consumer {
     }
   }
 
+  // Until both warpgroups have stored the dS of the step before.
+  __device__ __forceinline__ void wait_ds() {
+    const uint32_t n = num_steps - 1;
+    mbarrier_wait(&shared.bar_ds_full[n % 2], n / 2 % 2);
+  }
+
   // dq[64 rows, 64 of this warpgroup's d] = dS[128 keys, 64 rows]^T * K[128 keys, 64 d], of the
   // last stored dS.
   __device__ __forceinline__ void issue_dq(float (&dq)[32]) {
-    const uint32_t n = num_steps - 1;
-    mbarrier_wait(&shared.bar_ds_full[n % 2], n / 2 % 2);
-    const uint64_t a = smem_descriptor(smem_address(shared.ds[n % 2]), 0, kAtomBytes);
+    const uint64_t a = smem_descriptor(smem_address(shared.ds[(num_steps - 1) % 2]), 0, kAtomBytes);
     const uint64_t b = smem_descriptor(
         smem_address(shared.k) + recomputed(warpgroup) * kKvHalfBytes, 0, kAtomBytes);
     wgmma_fence();
@@ -295,19 +313,21 @@ struct Consumer {
     stage.advance();
   }
 
+  // Row statistics of rows 8c + 2(lane % 4) + {0, 1}.
+  __device__ __forceinline__ void load_stats(float2 (&stats)[8], const float* rows) {
+#pragma unroll
+    for (int c = 0; c < 8; ++c) stats[c] = reinterpret_cast<const float2*>(rows)[4 * c + lane % 4];
+  }
+
   // S^T -> P^T in place. Element 4c + 2r + j: row 8c + 2(lane % 4) + j, key 16 warp + lane/4 + 8r
   // of ours.
-  __device__ __forceinline__ void softmax(float (&s)[32], uint32_t flags, const StepInfo& info) {
+  __device__ __forceinline__ void softmax(float (&s)[32], const float2 (&neg_lse_log2)[8],
+                                          uint32_t flags, const StepInfo& info) {
     keep(s);
-    const float4* stats = shared.row_stats[stage.index] + lane % 4;
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      const float4 pair = stats[4 * c];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        s[4 * c + 2 * r] = exp2_approx(fmaf(s[4 * c + 2 * r], main.scale_log2, pair.x));
-        s[4 * c + 2 * r + 1] = exp2_approx(fmaf(s[4 * c + 2 * r + 1], main.scale_log2, pair.z));
-      }
+    for (int i = 0; i < 32; i += 2) {
+      s[i] = exp2_approx(fmaf(s[i], main.scale_log2, neg_lse_log2[i / 4].x));
+      s[i + 1] = exp2_approx(fmaf(s[i + 1], main.scale_log2, neg_lse_log2[i / 4].y));
     }
     if (flags & kDiagonal) {
       const int key = warpgroup * kConsumerKeys + warp * 16 + lane / 4;
@@ -322,8 +342,7 @@ struct Consumer {
     }
   }
 
-  // dS^T fragments -> ds[key][row], 16 bytes of 8 rows swizzled by the key, and hand it to both
-  // warpgroups.
+  // dS^T fragments -> ds[key][row], 16 bytes of 8 rows swizzled by the key.
   __device__ __forceinline__ void store_ds(const uint32_t (&operand)[16]) {
     const int key = warpgroup * kConsumerKeys + warp * 16 + lane % 16;
     const uint32_t row = smem_address(shared.ds[num_steps % 2]) + key * 128;
@@ -333,13 +352,10 @@ struct Consumer {
       stmatrix_x4(row + ((chunk ^ (key % 8)) << 4), operand[4 * k], operand[4 * k + 1],
                   operand[4 * k + 2], operand[4 * k + 3]);
     }
-    fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(&shared.bar_ds_full[num_steps % 2]);
   }
 
-  // Adds this warp's dQ to its tokens' rows of the pool (PoolLayout::kWgmma), by bulk reduction.
-  __device__ __forceinline__ void reduce_dq(const float (&dq)[32], int index_head) {
+  // This warp's dQ -> its staging buffer, in the pool's order (PoolLayout::kWgmma).
+  __device__ __forceinline__ void stage_dq(const float (&dq)[32]) {
     uint8_t* staging = shared.dq[warpgroup * 4 + warp];
     if (lane == 0) bulk_wait_read<0>();
     __syncwarp();
@@ -352,22 +368,21 @@ struct Consumer {
         store_dq(staging, i * 32 + lane, dq[x], dq[x + 1], dq[x + 4], dq[x + 5]);
       }
     }
-    fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) {
-      constexpr int kElements =
-          kGroup * kConsumerDqDims;  // of a token in this warpgroup's half of d
-      constexpr uint32_t kBytes = kElements * kDqElementBytes<kDqAccum>;
+  }
+
+  // One lane: adds the staging buffer to the rows of the tokens it belongs to.
+  __device__ __forceinline__ void reduce_dq(int index_head) {
+    constexpr uint32_t kBytes = kGroup * kConsumerDqDims * kDqElementBytes<kDqAccum>;  // a token's
+    const uint8_t* staging = shared.dq[warpgroup * 4 + warp];
 #pragma unroll
-      for (int i = 0; i < S::kPerWarp; ++i) {
-        if (dq_tokens[i] < 0) continue;
-        const int64_t row = int64_t{dq_tokens[i]} * main.num_kv_heads + index_head;
-        bulk_reduce_add<kDqAccum>(
-            static_cast<uint8_t*>(main.dq_pool) + (row * 2 + warpgroup) * kBytes,
-            staging + i * kBytes, kBytes);
-      }
-      bulk_commit();
+    for (int i = 0; i < S::kPerWarp; ++i) {
+      if (dq_tokens[i] < 0) continue;
+      const int64_t row = int64_t{dq_tokens[i]} * main.num_kv_heads + index_head;
+      bulk_reduce_add<kDqAccum>(
+          static_cast<uint8_t*>(main.dq_pool) + (row * 2 + warpgroup) * kBytes,
+          staging + i * kBytes, kBytes);
     }
+    bulk_commit();
   }
 
   static __device__ __forceinline__ void store_dq(uint8_t* staging, int index, float x0, float x1,

@@ -6,7 +6,7 @@
 namespace msa::sm90 {
 namespace {
 
-Tuning tune(const TuningShape&) { return {WalkRule{32, 32, 0}, 9}; }
+Tuning tune(const TuningShape&) { return {WalkRule{32, 32, 0}, 11}; }
 
 template <int kGroup, DqAccum kDqAccum>
 void launch_as(const MainParams& main, const Tuning& tuning, const DeviceInfo& device,

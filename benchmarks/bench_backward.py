@@ -257,9 +257,7 @@ def print_row(row: dict) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", help="comma-separated names; default: all benchmark cases and ranks")
     parser.add_argument("--backend", help="default: the device's")
     parser.add_argument("--dq-accum", help="comma-separated; default: the backend's")

@@ -10,9 +10,7 @@ from . import demo, support
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="msa_ext", description="Training backward of MiniMax Sparse Attention."
-    )
+    parser = argparse.ArgumentParser(prog="msa_ext", description="Training backward of MiniMax Sparse Attention.")
     commands = parser.add_subparsers(dest="command", required=True)
     show = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
     demo_parser = commands.add_parser("demo", help="run and check a backward on a real pack", **show)

@@ -98,9 +98,7 @@ def launch(arguments: Arguments, backend: str, dq_accum: str, stages: int = 0x1F
     del kept
 
 
-def _check(
-    device: torch.device, flags: Tensor, workspace: Tensor, sections: list[tuple[str, int, int]]
-) -> None:
+def _check(device: torch.device, flags: Tensor, workspace: Tensor, sections: list[tuple[str, int, int]]) -> None:
     """MSA_CHECK=1: raises on fatal flags and on writes between the workspace's sections; synchronises."""
     _runtime.synchronize(device)
     raised = int(flags)

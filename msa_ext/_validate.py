@@ -17,9 +17,7 @@ def tensor(name: str, value: object, dtype: torch.dtype | None = None) -> None:
 def shape(name: str, value: Tensor, expected: tuple[int | str, ...]) -> None:
     """Raises ValueError unless the shape matches; a string stands for any size."""
     got = value.shape
-    if len(got) != len(expected) or any(
-        want != size for want, size in zip(expected, got) if not isinstance(want, str)
-    ):
+    if len(got) != len(expected) or any(want != size for want, size in zip(expected, got) if not isinstance(want, str)):
         raise ValueError(f"{name}: expected shape [{', '.join(map(str, expected))}], got {list(got)}")
 
 

@@ -100,9 +100,7 @@ def run_backward(
         schedule.validate(
             num_tokens=q.shape[0], workspace_rows=k_aligned.shape[0], group=q.shape[1] // k_aligned.shape[1]
         )
-    for i, (like, dtype) in enumerate(
-        ((q, torch.bfloat16), (k_aligned, kv_grad_dtype), (v_aligned, kv_grad_dtype))
-    ):
+    for i, (like, dtype) in enumerate(((q, torch.bfloat16), (k_aligned, kv_grad_dtype), (v_aligned, kv_grad_dtype))):
         if outputs[i] is None:
             outputs[i] = _runtime.empty(tuple(like.shape), dtype, device)
     arguments = Arguments(*inputs, schedule, scale, *outputs)
@@ -201,9 +199,7 @@ def _resolve(
     if device.type == "cpu" and not _runtime.is_cuda(device):
         known = support.REFERENCE
         if backend not in (None, known.name):
-            raise NotImplementedError(
-                f"backend: expected reference or None for tensors on the CPU, got {backend!r}"
-            )
+            raise NotImplementedError(f"backend: expected reference or None for tensors on the CPU, got {backend!r}")
     elif _runtime.is_cuda(device):
         known = _cuda_backend(device, backend)
         group = q.shape[1] // k_aligned.shape[1]

@@ -80,9 +80,7 @@ def select_blocks(index_q: Tensor, index_k: Tensor, lengths: list[int], progress
     return chosen
 
 
-def _check(
-    problem: oracle.Problem, grad_out, lse, out, gradients, accum, seed: int
-) -> tuple[str, list[compare.Error]]:
+def _check(problem: oracle.Problem, grad_out, lse, out, gradients, accum, seed: int) -> tuple[str, list[compare.Error]]:
     """Errors against the float64 oracle, on everything when small, else on sampled tokens and key blocks."""
     num_tokens = problem.q.shape[0]
     dead = torch.isneginf(lse)
@@ -116,9 +114,7 @@ def run(pack: str, num_tokens: int, device_name: str, seed: int, save: Path | No
     if device_name == "auto":
         device_name = "cuda" if torch.cuda.is_available() else "cpu"
     if device_name == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "--device: expected a machine with a CUDA device for cuda, got none; try --device cpu"
-        )
+        raise ValueError("--device: expected a machine with a CUDA device for cuda, got none; try --device cpu")
     device = torch.device(device_name, 0) if device_name == "cuda" else torch.device("cpu")
 
     lengths = packs[pack].document_lengths(num_tokens)
@@ -173,9 +169,7 @@ def run(pack: str, num_tokens: int, device_name: str, seed: int, save: Path | No
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"device     {where}, backend {backend.name}, dq_accum {backend.default_dq_accum}")
     print(f"pack       {pack}: {len(lengths)} documents, {num_tokens} tokens, longest {max(lengths)}")
-    print(
-        f"attention  Hq {NUM_HEADS}, Hkv {NUM_KV_HEADS}, D {HEAD_DIM}, top {TOPK} blocks of {BLOCK_KEYS} keys"
-    )
+    print(f"attention  Hq {NUM_HEADS}, Hkv {NUM_KV_HEADS}, D {HEAD_DIM}, top {TOPK} blocks of {BLOCK_KEYS} keys")
     print(f"schedule   {edges} edges, {tasks} tasks of 8 queries x 16 heads")
     for step in clock.steps:
         print(f"time       {step.name:24} {step.milliseconds:10.1f} ms")

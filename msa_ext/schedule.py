@@ -56,9 +56,7 @@ class MSABackwardSchedule:
         _validate.shape("row_ptr", self.row_ptr, ("Hkv", "rows + 1"))
         heads = self.row_ptr.shape[0]
         if heads < 1 or self.row_ptr.shape[1] < 1:
-            raise ValueError(
-                f"row_ptr: expected shape [Hkv >= 1, rows + 1 >= 1], got {list(self.row_ptr.shape)}"
-            )
+            raise ValueError(f"row_ptr: expected shape [Hkv >= 1, rows + 1 >= 1], got {list(self.row_ptr.shape)}")
         _validate.shape("q_indices", self.q_indices, (heads, "edge_capacity"))
         _validate.shape("scheduler_metadata", self.scheduler_metadata, ("work_capacity", 6))
         if self.work_capacity < 1:
@@ -132,9 +130,7 @@ class MSABackwardSchedule:
 class _ContentCheck:
     """Collects the first offence of each kind of a schedule on the CPU."""
 
-    def __init__(
-        self, schedule: MSABackwardSchedule, num_tokens: int | None, workspace_rows: int | None, group: int
-    ):
+    def __init__(self, schedule: MSABackwardSchedule, num_tokens: int | None, workspace_rows: int | None, group: int):
         self.s = schedule
         self.num_tokens = num_tokens
         self.workspace_rows = workspace_rows
@@ -170,13 +166,9 @@ class _ContentCheck:
             self.found.append(f"cu_seqlens[-1]: expected at most T = {self.num_tokens}, got {cu[-1]}")
         self._first(
             (starts < 0) | (starts % BLOCK_KEYS != 0),
-            lambda b: (
-                f"document_workspace_starts[{b}]: expected a multiple of 128 at or above 0, got {starts[b]}"
-            ),
+            lambda b: f"document_workspace_starts[{b}]: expected a multiple of 128 at or above 0, got {starts[b]}",
         )
-        self._first(
-            offsets < 0, lambda b: f"query_offsets[{b}]: expected a value at or above 0, got {offsets[b]}"
-        )
+        self._first(offsets < 0, lambda b: f"query_offsets[{b}]: expected a value at or above 0, got {offsets[b]}")
         # Entries with one start are fragments of one document, as long as its last query is far.
         ends = starts + ceil_to_block(torch.where(self.lengths > 0, offsets + self.lengths, 0))
         order = torch.argsort(starts, stable=True)
@@ -206,15 +198,13 @@ class _ContentCheck:
         self._first(
             row_ptr.diff(dim=1) < 0,
             lambda h, r: (
-                f"row_ptr[{h}, {r + 1}]: expected at least row_ptr[{h}, {r}] = {row_ptr[h, r]}, "
-                f"got {row_ptr[h, r + 1]}"
+                f"row_ptr[{h}, {r + 1}]: expected at least row_ptr[{h}, {r}] = {row_ptr[h, r]}, got {row_ptr[h, r + 1]}"
             ),
         )
         self._first(
             row_ptr[:, -1] > self.s.edge_capacity,
             lambda h: (
-                f"row_ptr[{h}, -1]: expected at most edge_capacity = {self.s.edge_capacity}, "
-                f"got {row_ptr[h, -1]}"
+                f"row_ptr[{h}, -1]: expected at most edge_capacity = {self.s.edge_capacity}, got {row_ptr[h, -1]}"
             ),
         )
 
@@ -229,17 +219,13 @@ class _ContentCheck:
 
         def check(column: str, bad: Tensor, expected) -> None:
             values = items[:, _ITEM_COLUMNS.index(column)]
-            self._first(
-                bad, lambda i: f"scheduler_metadata[{i}].{column}: expected {expected(i)}, got {values[i]}"
-            )
+            self._first(bad, lambda i: f"scheduler_metadata[{i}].{column}: expected {expected(i)}, got {values[i]}")
 
         def outside(values: Tensor, limit: int) -> Tensor:
             return (values < 0) | (values >= limit)
 
         before = len(self.found)
-        check(
-            "index_head", outside(head, s.num_kv_heads), lambda i: f"a value in [0, Hkv = {s.num_kv_heads})"
-        )
+        check("index_head", outside(head, s.num_kv_heads), lambda i: f"a value in [0, Hkv = {s.num_kv_heads})")
         check("row", outside(row, s.num_rows), lambda i: f"a value in [0, rows = {s.num_rows})")
         check("entry", outside(entry, s.num_entries), lambda i: f"a value in [0, entries = {s.num_entries})")
         check(
@@ -247,16 +233,12 @@ class _ContentCheck:
             (begin < 0) | (begin % self.alignment != 0),
             lambda i: f"a multiple of {self.alignment} at or above 0",
         )
-        check(
-            "q_count", (size < 1) | (size > MAX_ITEM_QUERIES), lambda i: f"a value in [1, {MAX_ITEM_QUERIES}]"
-        )
+        check("q_count", (size < 1) | (size > MAX_ITEM_QUERIES), lambda i: f"a value in [1, {MAX_ITEM_QUERIES}]")
         if len(self.found) > before:
             return
         row_begin = s.row_ptr.long()[head, row]
         row_size = s.row_ptr.long()[head, row + 1] - row_begin
-        check(
-            "q_count", begin + size > row_size, lambda i: f"q_begin + q_count within the row's {row_size[i]}"
-        )
+        check("q_count", begin + size > row_size, lambda i: f"q_begin + q_count within the row's {row_size[i]}")
         document_blocks = ceil_to_block(self.offsets + self.lengths)[entry] // BLOCK_KEYS
         check(
             "document_local_block",
@@ -289,9 +271,7 @@ class _ContentCheck:
         )
         order = _lexicographic_order(head, entry, block, row)
         first, second = order[:-1], order[1:]
-        same_block = (
-            (head[first] == head[second]) & (entry[first] == entry[second]) & (block[first] == block[second])
-        )
+        same_block = (head[first] == head[second]) & (entry[first] == entry[second]) & (block[first] == block[second])
         self._first(
             same_block & (row[first] != row[second]),
             lambda i: (
@@ -313,9 +293,7 @@ class _ContentCheck:
         length = self.lengths[entry[item]]
         self._first(
             (query < 0) | (query >= length),
-            lambda e: (
-                f"{name(e)}: expected a query of entry {entry[item[e]]} in [0, {length[e]}), got {query[e]}"
-            ),
+            lambda e: f"{name(e)}: expected a query of entry {entry[item[e]]} in [0, {length[e]}), got {query[e]}",
         )
         # A query's predecessor in its row, which may belong to the item before.
         has_previous = (begin[item] + within) > 0
@@ -386,9 +364,7 @@ def build_schedule(
     if cu_seqlens.shape[0] < 1:
         raise ValueError("cu_seqlens: expected shape [entries + 1 >= 1], got [0]")
     if query_offsets is not None and document_workspace_starts is None:
-        raise ValueError(
-            "document_workspace_starts: expected a tensor where query_offsets are given, got None"
-        )
+        raise ValueError("document_workspace_starts: expected a tensor where query_offsets are given, got None")
     _validate.integer("max_item_queries", max_item_queries, 16, MAX_ITEM_QUERIES)
     if max_item_queries % 16:
         raise ValueError(f"max_item_queries: expected a multiple of 16, got {max_item_queries}")

@@ -70,9 +70,7 @@ def explain() -> str:
     for backend in backends:
         others = [accum for accum in backend.dq_accums if accum != backend.default_dq_accum]
         accums = ", ".join([backend.default_dq_accum, *others])
-        lines.append(
-            f"{backend.name:10} {backend.runs_on:24} {accums:26} {'yes' if backend.deterministic else 'no'}"
-        )
+        lines.append(f"{backend.name:10} {backend.runs_on:24} {accums:26} {'yes' if backend.deterministic else 'no'}")
     lines.append(f"built architectures: {archs}")
     lines += [f"  {line}" for line in _devices(problem)]
     if problem:
@@ -88,9 +86,7 @@ def _devices(problem: str) -> list[str]:
         capability = torch.cuda.get_device_capability(index)
         backend = None if problem else default_backend(capability)
         name = torch.cuda.get_device_name(index)
-        lines.append(
-            f"cuda:{index} {name} ({capability[0]}.{capability[1]}): {backend or 'no backend is built'}"
-        )
+        lines.append(f"cuda:{index} {name} ({capability[0]}.{capability[1]}): {backend or 'no backend is built'}")
     return lines
 
 

@@ -268,9 +268,7 @@ def make(
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     positions = [torch.arange(begin, end, device=device) for _, begin, end in fragments]
-    own_block = (
-        torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64, device=device)
-    ) // 128
+    own_block = (torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64, device=device)) // 128
     topk = _select(case, own_block, generator)
     topk = torch.nn.functional.pad(topk, (0, 0, 0, case.extra_tokens))
     schedule = build_schedule(

@@ -99,9 +99,7 @@ def test_rejects_bad_schedule_content_before_writing():
 
 
 def test_rejects_devices_without_a_backend(monkeypatch):
-    meta = {
-        name: x.to("meta") if isinstance(x, torch.Tensor) else x.to("meta") for name, x in _arguments().items()
-    }
+    meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x.to("meta") for name, x in _arguments().items()}
     with pytest.raises(NotImplementedError, match="q: expected a CPU or CUDA device, got meta"):
         run_backward(**meta)
 

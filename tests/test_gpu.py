@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cases
-from msa_ext import _cuda_backward, _runtime, debug, reference, support
+from msa_ext import _runtime, debug, reference, support
 from msa_ext.backward import run_backward
 from msa_ext.testing import compare
 from task_oracle import build_tasks
@@ -346,9 +346,7 @@ def test_a_million_tokens_in_one_document():
     case = cases.Case("million", (1_000_000,), num_kv_heads=1, group=8)
     own = torch.arange(1_000_000, device="cuda") // 128
     topk = (own[None, :, None] - 61 * torch.arange(16, device="cuda")).to(torch.int32)
-    schedule = cases.build_schedule(
-        topk.contiguous(), torch.tensor([0, 1_000_000], dtype=torch.int32, device="cuda")
-    )
+    schedule = cases.build_schedule(topk.contiguous(), torch.tensor([0, 1_000_000], dtype=torch.int32, device="cuda"))
     q = torch.zeros(1_000_000, 8, 128, dtype=torch.bfloat16, device="cuda")
     k = torch.zeros(1_000_064, 1, 128, dtype=torch.bfloat16, device="cuda")
     lse = torch.zeros(1_000_000, 8, device="cuda")

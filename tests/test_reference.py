@@ -18,9 +18,7 @@ def _float64(case: cases.Case, seed: int = 0) -> cases.CaseData:
 @pytest.mark.parametrize("case", cases.corner_cases(), ids=lambda c: c.name)
 def test_forward_and_backward_match_oracle(case):
     data = _float64(case)
-    data.schedule.validate(
-        num_tokens=data.q.shape[0], workspace_rows=data.k_aligned.shape[0], group=case.group
-    )
+    data.schedule.validate(num_tokens=data.q.shape[0], workspace_rows=data.k_aligned.shape[0], group=case.group)
     problem, used = data.problem(), data.cu_seqlens[-1]
     out, lse = oracle.forward(problem)
     torch.testing.assert_close(data.lse[:used], lse[:used], rtol=1e-10, atol=1e-10)

@@ -20,9 +20,7 @@ def int32(values) -> torch.Tensor:
 def _packs(draw):
     """(topk, cu_seqlens, starts, offsets or None, max_item_queries) with dirty ids."""
     lengths = draw(st.lists(st.integers(0, 300), min_size=0, max_size=4))
-    offsets = draw(
-        st.none() | st.lists(st.integers(0, 300), min_size=len(lengths), max_size=len(lengths))
-    )
+    offsets = draw(st.none() | st.lists(st.integers(0, 300), min_size=len(lengths), max_size=len(lengths)))
     heads, slots, extra = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.integers(0, 3))
     seed = draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
@@ -34,8 +32,12 @@ def _packs(draw):
         starts.append(row)
         row += (offset + length + 127) // 128 * 128
     cu = [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()]
-    return topk, int32(cu), int32(starts), None if offsets is None else int32(offsets), draw(
-        st.sampled_from((16, 48, 4096))
+    return (
+        topk,
+        int32(cu),
+        int32(starts),
+        None if offsets is None else int32(offsets),
+        draw(st.sampled_from((16, 48, 4096))),
     )
 
 
@@ -97,9 +99,7 @@ def test_no_host_synchronisation_with_sizes_given():
 
 def test_capacities_that_are_too_small_clamp():
     topk = torch.zeros(1, 100, 1, dtype=torch.int32)
-    schedule = build_schedule(
-        topk, int32([0, 100]), num_rows=1, edge_capacity=40, work_capacity=1, max_item_queries=16
-    )
+    schedule = build_schedule(topk, int32([0, 100]), num_rows=1, edge_capacity=40, work_capacity=1, max_item_queries=16)
     assert schedule.edge_capacity == 40 and int(schedule.row_ptr[0, 1]) == 40
     assert int(schedule.work_count) == 3 and schedule.work_capacity == 1
     schedule.validate()

@@ -59,6 +59,4 @@ def test_python_is_held_to_cpp():
             assert extension.plan_walk(num_tasks, num_sms) == tuple(plan_walk(num_tasks, num_sms))
         for rule in RULES[1:]:
             for num_tasks in counts[::17]:
-                assert extension.plan_walk(num_tasks, num_sms, *rule) == tuple(
-                    plan_walk(num_tasks, num_sms, *rule)
-                )
+                assert extension.plan_walk(num_tasks, num_sms, *rule) == tuple(plan_walk(num_tasks, num_sms, *rule))

@@ -42,9 +42,7 @@ class Error:
 
     def __str__(self) -> str:
         kind = "absolute" if self.negligible else "relative"
-        text = (
-            f"{self.name}: {kind} L2 {self.relative_l2:.2e} (<= {self.tolerance:.0e}), max {self.max_abs:.2e}"
-        )
+        text = f"{self.name}: {kind} L2 {self.relative_l2:.2e} (<= {self.tolerance:.0e}), max {self.max_abs:.2e}"
         if self.nonzero_at_zero:
             text += f", {self.nonzero_at_zero} elements not exactly zero"
         if self.non_finite:

@@ -1,0 +1,69 @@
+# make demo | test | lint | format | bench | clean. The first run sets everything up; later runs work offline.
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+TOOLKIT := $(CURDIR)/build/cuda-toolkit
+
+# nvcc: on PATH, under CUDA_HOME, else assembled from PyPI wheels.
+NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard $(CUDA_HOME)/bin/nvcc))
+ifeq ($(NVCC),)
+export CUDA_HOME := $(TOOLKIT)/nvidia/cu13
+TOOLKIT_READY := $(TOOLKIT)/ASSEMBLED
+endif
+
+# An importable torch is reused; without a GPU the CPU build that is pinned for CI.
+HAS_TORCH := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo yes)
+TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
+
+CPP_SOURCES = $(shell git ls-files 'csrc/*' 'tests/cpp/*')
+GTEST := $(wildcard /usr/include/gtest/gtest.h)
+export MSA_BUILD_TESTS := $(if $(GTEST),1,0)
+
+.PHONY: help venv build demo test lint format bench clean
+help:
+	@echo "make demo    an MSA backward on a real training pack, checked"
+	@echo "make test    lint and all tests; GPU tests are skipped without a GPU"
+	@echo "make bench   the benchmark; needs a GPU"
+	@echo "make build | lint | format | clean"
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
+	$(if $(HAS_TORCH),,$(PY) -m pip install --quiet "$(TORCH)")
+	$(PY) -m pip install --quiet "setuptools>=68" "pybind11>=2.13" ninja "cmake>=3.24" tqdm safetensors numpy
+	$(PY) -m pip install --quiet "nvidia-cuda-runtime>=13.0,<14"
+	$(PY) -m pip install --quiet "pytest>=8" "hypothesis>=6.100" "ruff==0.17.6" "clang-format==23.1.5"
+	touch $@
+
+$(TOOLKIT)/ASSEMBLED: $(READY)
+	$(PY) third_party/assemble_nvcc.py $(TOOLKIT)
+
+venv: $(READY)
+
+# Incremental: ninja rebuilds what changed.
+build: $(READY) $(TOOLKIT_READY)
+	@mkdir -p build
+	@PATH="$(VENV)/bin:$$PATH" $(PY) setup.py --quiet build_ext --inplace > build/build.log 2>&1 || (cat build/build.log; exit 1)
+	@PATH="$(VENV)/bin:$$PATH" $(PY) setup.py --quiet egg_info > /dev/null
+
+demo: build
+	$(PY) -m msa_ext demo
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES)
+
+format: $(READY)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CPP_SOURCES)
+
+test: lint build
+	$(PY) -m pytest -q
+
+bench: build
+	PYTHONPATH=.:tests $(PY) benchmarks/bench_backward.py
+
+clean:
+	rm -rf build $(VENV) msa_ext/*.so *.egg-info

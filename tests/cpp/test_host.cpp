@@ -46,13 +46,15 @@ TEST(Workspace, SizesFollowTheShapes) {
   EXPECT_EQ(plan.size(Section::kDqPool), size_t{8192} * 64 * 128 * 2);
   EXPECT_EQ(plan.size(Section::kDkPool), size_t{8192} * 4 * 128 * 4);
   EXPECT_EQ(plan.size(Section::kTaskTokens), size_t(kSizes.task_capacity()) * 8 * 4);
-  EXPECT_EQ(plan_workspace(kSizes, DqAccum::kFp32, 0).size(Section::kDqPool), size_t{8192} * 64 * 128 * 4);
+  EXPECT_EQ(plan_workspace(kSizes, DqAccum::kFp32, 0).size(Section::kDqPool),
+            size_t{8192} * 64 * 128 * 4);
 }
 
 TEST(Workspace, PassesTwoToThe31) {
   Sizes sizes = kSizes;
   sizes.num_tokens = 300'000;
-  EXPECT_EQ(plan_workspace(sizes, DqAccum::kFp32, 0).size(Section::kDqPool), 300'000ull * 64 * 128 * 4);
+  EXPECT_EQ(plan_workspace(sizes, DqAccum::kFp32, 0).size(Section::kDqPool),
+            300'000ull * 64 * 128 * 4);
 }
 
 TEST(Workspace, RejectsWhatTheKernelsCannotServe) {
@@ -66,8 +68,9 @@ TEST(Workspace, RejectsWhatTheKernelsCannotServe) {
                                       "k_aligned: expected a multiple of 128 rows, got 100");
   sizes = kSizes;
   sizes.work_capacity = (1 << 23) + 1;
-  expect_error<std::invalid_argument>([&] { plan_backward(sizes, DqAccum::kBf16, 0); },
-                                      "scheduler_metadata: expected at most 8388608 items, got 8388609");
+  expect_error<std::invalid_argument>(
+      [&] { plan_backward(sizes, DqAccum::kBf16, 0); },
+      "scheduler_metadata: expected at most 8388608 items, got 8388609");
 }
 
 TEST(TensorMap, ChecksEveryField) {
@@ -85,8 +88,10 @@ TEST(TensorMap, ChecksEveryField) {
   rejects([](auto& s) { s.data = data + 8; }, "expected data aligned to 16 bytes");
   rejects([](auto& s) { s.sizes[1] = 0; }, "expected size 1 in [1, 2^32], got 0");
   rejects([](auto& s) { s.box[1] = 257; }, "expected box size 1 in [1, 256], got 257");
-  rejects([](auto& s) { s.stride_bytes[0] = 24; }, "expected stride 1 to be a multiple of 16 bytes");
-  rejects([](auto& s) { s.box[0] = 128; }, "expected an innermost box of at most 128 bytes, got 256");
+  rejects([](auto& s) { s.stride_bytes[0] = 24; },
+          "expected stride 1 to be a multiple of 16 bytes");
+  rejects([](auto& s) { s.box[0] = 128; },
+          "expected an innermost box of at most 128 bytes, got 256");
 }
 
 TEST(TensorMap, OperandsOfAStridedView) {
@@ -112,7 +117,8 @@ TEST(Errors, NameTheCudaErrorAndWhatWasDone) {
 
 TEST(MainKernels, AreFoundByName) {
   EXPECT_EQ(find_main_kernel("simple").layout, PoolLayout::kRowMajor);
-  expect_error<std::invalid_argument>([] { find_main_kernel("sm70"); }, "backend: expected one of simple");
+  expect_error<std::invalid_argument>([] { find_main_kernel("sm70"); },
+                                      "backend: expected one of simple");
   for (const MainKernel& kernel : main_kernels()) {
     const Tuning tuning = kernel.tune({16384, 128, 131072});
     EXPECT_GT(tuning.walk.long_walk, 0) << kernel.name;
@@ -123,7 +129,8 @@ TEST(MainKernels, AreFoundByName) {
 TEST(Fatbin, ListsTheArchitecturesOfThisBinary) {
   const std::vector<std::string> archs = built_archs();
   ASSERT_FALSE(archs.empty());
-  for (const std::string& arch : archs) EXPECT_TRUE(arch == "90a" || arch == "100a" || arch == "103a") << arch;
+  for (const std::string& arch : archs)
+    EXPECT_TRUE(arch == "90a" || arch == "100a" || arch == "103a") << arch;
 }
 
 }  // namespace

@@ -7,7 +7,8 @@ namespace msa {
 namespace {
 
 constexpr Walk kWalk = plan_walk(10000, 132, WalkRule{});
-static_assert(kWalk.tasks_per_cta == 64 && kWalk.grid > 0, "the walk rule is usable in constant expressions");
+static_assert(kWalk.tasks_per_cta == 64 && kWalk.grid > 0,
+              "the walk rule is usable in constant expressions");
 
 void expect_every_task_once(int32_t num_tasks, int32_t num_sms, const WalkRule& rule) {
   const Walk walk = plan_walk(num_tasks, num_sms, rule);

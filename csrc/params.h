@@ -87,10 +87,11 @@ struct DeltaParams {
   int32_t num_heads;
 };
 
-// How the private accumulation pools are laid out; see device/pool_layout.cuh.
+// How the private accumulation pools are laid out; see device/pool_layout.h.
 enum class PoolLayout : int32_t {
   kRowMajor,  // dq [T, Hq, 128], dk/dv [W, Hkv, 128]
   kWgmma,     // warpgroup accumulator fragments (sm90)
+  kTmem,      // 16 bytes a lane of tensor memory (sm100)
 };
 
 enum class DqAccum : int32_t { kBf16, kFp16, kFp32 };

@@ -7,6 +7,9 @@
 #if defined(MSA_HAS_SM90)
 #include "sm90/backward/launch.h"
 #endif
+#if defined(MSA_HAS_SM100)
+#include "sm100/backward/launch.h"
+#endif
 
 namespace msa {
 
@@ -15,6 +18,9 @@ const std::vector<MainKernel>& main_kernels() {
       simple::main_kernel(),
 #if defined(MSA_HAS_SM90)
       sm90::main_kernel(),
+#endif
+#if defined(MSA_HAS_SM100)
+      sm100::main_kernel(),
 #endif
   };
   return kernels;

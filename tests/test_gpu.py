@@ -224,6 +224,17 @@ def test_corrupted_schedule_is_skipped_and_reported(name, backend, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", _backends())
+def test_more_tasks_than_the_table_holds_are_dropped_and_reported(backend):
+    data = cases.make(cases.CASES["length_2177"], device="cuda")
+    items = data.schedule.scheduler_metadata[: int(data.schedule.work_count)]
+    longest = items[items[:, 3].argmax()].repeat(len(items), 1)  # overlapping items: more tasks than edges allow
+    data.schedule = dataclasses.replace(data.schedule, scheduler_metadata=longest)
+    gradients = run_backward(*data.arguments(), backend=backend)
+    assert debug.last_flags() == {"task_overflow"}
+    assert all(torch.isfinite(x).all() for x in gradients)
+
+
+@pytest.mark.parametrize("backend", _backends())
 def test_check_mode_passes_on_good_input(backend, monkeypatch):
     monkeypatch.setenv("MSA_CHECK", "1")
     for name in ("everything", "overcount"):

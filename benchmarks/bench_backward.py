@@ -187,57 +187,55 @@ def bench_task_build(num_tokens: int, timer: Timer, backend: str) -> dict:
     return {"num_tokens": num_tokens, "tasks": tasks, "ms": median, "spread_ms": spread}
 
 
+def backward_ms(timer: Timer, out: torch.Tensor, inputs: list[torch.Tensor]) -> float:
+    """Milliseconds of autograd's backward from `out` to `inputs`."""
+    grad = torch.randn_like(out)
+    return timer(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))[0]
+
+
 def bench_peers(case: cases.Case, timer: Timer) -> dict[str, float]:
     """Milliseconds of dense causal SDPA and of FlexAttention with the selection as a mask, backward only."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    results = {}
-
-    def tensors(length: int, kv_heads: int):
-        shapes = ((1, case.num_heads, length, 128), (1, kv_heads, length, 128), (1, kv_heads, length, 128))
+    def inputs(length: int, kv_heads: int) -> list[torch.Tensor]:
+        shapes = [(1, heads, length, 128) for heads in (case.num_heads, kv_heads, kv_heads)]
         return [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
 
-    for name, kind in (
-        ("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
-        ("sdpa_flash", SDPBackend.FLASH_ATTENTION),
-    ):
+    def sdpa_ms(length: int, kind: SDPBackend) -> float:
+        qkv = inputs(length, case.num_heads)
+        with sdpa_kernel(kind):
+            out = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+        return backward_ms(timer, out, qkv)
+
+    results = {}
+    for name, kind in (("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION), ("sdpa_flash", SDPBackend.FLASH_ATTENTION)):
         try:
-            total = 0.0
-            for length in case.documents:
-                q, k, v = tensors(length, case.num_heads)
-                with sdpa_kernel(kind):
-                    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-                grad = torch.randn_like(out)
-                total += timer(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))[0]
-            results[name] = total
+            results[name] = sum(sdpa_ms(length, kind) for length in case.documents)
         except RuntimeError as error:
             print(f"{name}: {error}", file=sys.stderr)
 
     length = sum(case.documents)
-    data = cases.make(
-        case,
-        device="cuda",
-        forward=lambda q, k, v, s, scale: (torch.zeros_like(q), torch.zeros(q.shape[:2], device="cuda")),
-    )
-    selected = torch.zeros(case.num_kv_heads, length, length // 128 + 1, dtype=torch.bool, device="cuda")
-    document = torch.repeat_interleave(
-        torch.arange(len(case.documents), device="cuda"), torch.tensor(case.documents, device="cuda")
-    )
+    no_forward = lambda q, k, v, s, scale: (torch.zeros_like(q), torch.zeros(q.shape[:2], device="cuda"))  # noqa: E731
+    data = cases.make(case, device="cuda", forward=no_forward)
+    lengths = torch.tensor(case.documents, device="cuda")
+    document = torch.repeat_interleave(torch.arange(len(lengths), device="cuda"), lengths)
     first = torch.tensor(data.cu_seqlens, device="cuda")[document]
-    ids = torch.where(data.topk >= 0, data.topk, length // 128)
-    selected.scatter_(2, ids.long(), True)
+    selected = torch.zeros(case.num_kv_heads, length, length // 128 + 1, dtype=torch.bool, device="cuda")
+    selected.scatter_(2, torch.where(data.topk >= 0, data.topk, length // 128).long(), True)
 
     def mask(b, h, i, j):
-        same = (document[i] == document[j]) & (j <= i)
-        return same & selected[h // case.group, i, (j - first[j]) // 128]
+        visible = (document[i] == document[j]) & (j <= i)
+        return visible & selected[h // case.group, i, (j - first[j]) // 128]
 
     torch.compiler.reset()
-    block_mask = create_block_mask(mask, 1, case.num_heads, length, length, device="cuda", _compile=True)
-    q, k, v = tensors(length, case.num_kv_heads)
-    out = torch.compile(flex_attention)(q, k, v, block_mask=block_mask, enable_gqa=True)
-    grad = torch.randn_like(out)
-    results["flex_attention"] = timer(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))[0]
+    try:
+        block_mask = create_block_mask(mask, 1, case.num_heads, length, length, device="cuda", _compile=True)
+        qkv = inputs(length, case.num_kv_heads)
+        out = torch.compile(flex_attention)(*qkv, block_mask=block_mask, enable_gqa=True)
+        results["flex_attention"] = backward_ms(timer, out, qkv)
+    except RuntimeError as error:
+        print(f"flex_attention: {error}", file=sys.stderr)
     return results
 
 
@@ -245,7 +243,8 @@ def print_row(row: dict) -> None:
     shape = "x".join(map(str, row["shape"]))
     stages = " ".join(f"{name} {ms:.3f}" for name, ms in row["stage_ms"].items())
     print(
-        f"{row['case']:16} {row['backend']}/{row['dq_accum']} T,Hq,Hkv,W {shape} edges {row['edges']} tasks {row['tasks']} | "
+        f"{row['case']:16} {row['backend']}/{row['dq_accum']} T,Hq,Hkv,W {shape} "
+        f"edges {row['edges']} tasks {row['tasks']} | "
         f"{stages} | total {row['total_ms']:.3f} +- {row['spread_ms']:.3f} ms | "
         f"{row['useful_tflops']:.0f} TFLOP/s ratio {row['ratio']:.3f} outside main {row['outside_main']:.1%} | "
         f"delta {row['copy_share']['delta']:.0%} clear+post {row['copy_share']['clear+postprocess']:.0%} of copy | "
@@ -287,9 +286,8 @@ def main() -> int:
     matmul = max(before, matmul_tflops())
     device = torch.cuda.get_device_name()
     void = "H200" in device and matmul < H200_MATMUL_FLOOR
-    print(
-        f"{device}, torch {torch.__version__}: matmul {matmul:.0f} TFLOP/s, copy {copy / 1000:.2f} TB/s{' VOID' if void else ''}"
-    )
+    rates = f"matmul {matmul:.0f} TFLOP/s, copy {copy / 1000:.2f} TB/s{' VOID' if void else ''}"
+    print(f"{device}, torch {torch.__version__}: {rates}")
     for row in rows:
         row["ratio"] = row["useful_tflops"] / matmul
         print_row(row)

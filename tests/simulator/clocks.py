@@ -1,0 +1,133 @@
+"""Happens-before of a CTA's shared memory and tensor memory: vector clocks and shadow state.
+
+An *agent* is a warp, a transaction barrier (all asynchronous operations that complete on it) or a warp(group)'s
+asynchronous unit. `now[a]` is what agent `a` knows of each agent; `proxy[a]` the part of it that is also visible to
+the asynchronous proxy (PTX ISA 8.7, 9.7.13.4 fence.proxy).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+GRANULE = 16
+
+
+class Clocks:
+    """`warps` warps and up to `spare` asynchronous agents over `size` bytes of shared memory."""
+
+    def __init__(self, warps: int, size: int, spare: int = 80):
+        self.warps = warps
+        self.agents = warps + spare
+        self.now = np.zeros((warps, self.agents), np.int32)
+        self.proxy = np.zeros((warps, self.agents), np.int32)
+        for w in range(warps):
+            self.now[w, w] = 1
+        self.counter = np.zeros(self.agents, np.int32)  # of asynchronous agents
+        granules = -(-max(size, 1) // GRANULE)
+        self.writer = np.full(granules, -1, np.int16)
+        self.write_epoch = np.zeros(granules, np.int32)
+        self.write_line = np.zeros(granules, np.int32)
+        self.read_epoch = np.zeros((self.agents, granules), np.int32)
+        self.read_line = np.zeros((self.agents, granules), np.int32)
+        self._names: dict[object, int] = {}
+
+    def agent(self, key: object) -> int:
+        """Number of an asynchronous agent."""
+        if key not in self._names:
+            self._names[key] = self.warps + len(self._names)
+            if self._names[key] >= self.agents:
+                raise RuntimeError("too many asynchronous agents in one CTA")
+        return self._names[key]
+
+    def name(self, agent: int) -> str:
+        if agent < self.warps:
+            return f"warp {agent}"
+        return next(str(k) for k, v in self._names.items() if v == agent)
+
+    # ---- release and acquire
+
+    def release(self, warp: int) -> tuple[np.ndarray, np.ndarray]:
+        """What the warp publishes; its later accesses belong to a new epoch."""
+        token = self.now[warp].copy(), self.proxy[warp].copy()
+        self.now[warp, warp] += 1
+        return token
+
+    def acquire(self, warp: int, token: tuple[np.ndarray, np.ndarray]) -> None:
+        np.maximum(self.now[warp], token[0], out=self.now[warp])
+        np.maximum(self.proxy[warp], token[1], out=self.proxy[warp])
+
+    def fence_proxy(self, warp: int) -> None:
+        np.maximum(self.proxy[warp], self.now[warp], out=self.proxy[warp])
+
+    def zero(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(self.agents, np.int32), np.zeros(self.agents, np.int32)
+
+    # ---- generic accesses of a warp; `g` are granule numbers
+
+    def generic_read(self, warp: int, g: np.ndarray, line: int) -> str | None:
+        writer = self.writer[g]
+        bad = (writer >= 0) & (writer != warp) & (self.now[warp][writer] < self.write_epoch[g])
+        self.read_epoch[warp, g] = self.now[warp, warp]
+        self.read_line[warp, g] = line
+        return self._race("reads", bad, g) if bad.any() else None
+
+    def generic_write(self, warp: int, g: np.ndarray, line: int) -> str | None:
+        report = self._check_write(self.now[warp], warp, g)
+        self.writer[g] = warp
+        self.write_epoch[g] = self.now[warp, warp]
+        self.write_line[g] = line
+        return report
+
+    def _check_write(self, known: np.ndarray, warp: int, g: np.ndarray, own_reads: bool = False) -> str | None:
+        writer = self.writer[g]
+        bad = (writer >= 0) & (writer != warp) & (known[writer] < self.write_epoch[g])
+        if bad.any():
+            return self._race("overwrites", bad, g)
+        late = self.read_epoch[:, g] > known[:, None]
+        if not own_reads:
+            late[warp] = False
+        if late.any():
+            agent = int(np.argmax(late.any(1)))
+            at = int(np.asarray(g)[np.argmax(late[agent])])
+            return (
+                f"overwrites shared bytes {at * GRANULE:#x} that {self.name(agent)} may still read "
+                f"(line {self.read_line[agent, at]})"
+            )
+        return None
+
+    def _race(self, verb: str, bad: np.ndarray, g: np.ndarray) -> str:
+        at = int(np.asarray(g)[np.argmax(bad)])
+        return (
+            f"{verb} shared bytes {at * GRANULE:#x} written by {self.name(int(self.writer[at]))} "
+            f"(line {self.write_line[at]}) without an ordering between them"
+        )
+
+    # ---- asynchronous proxy; `known` is the issuer's token at issue
+
+    def async_read(self, known, issuer: int, agent: int, epoch: int, g: np.ndarray, line: int) -> tuple[str, str] | None:
+        """(check, report) of an asynchronous read issued with what `known` says."""
+        now, proxy = known
+        writer = self.writer[g]
+        generic = (writer >= 0) & (writer < self.warps)
+        result = None
+        unordered = (writer >= 0) & (writer != issuer) & (now[writer] < self.write_epoch[g])
+        unfenced = generic & ~unordered & (proxy[writer] < self.write_epoch[g])
+        if unordered.any():
+            result = "race", self._race("reads asynchronously", unordered, g)
+        elif unfenced.any():
+            at = int(np.asarray(g)[np.argmax(unfenced)])
+            result = (
+                "proxy_fence",
+                f"the asynchronous proxy reads shared bytes {at * GRANULE:#x} written by generic stores of "
+                f"{self.name(int(self.writer[at]))} (line {self.write_line[at]}) without fence.proxy.async",
+            )
+        self.read_epoch[agent, g] = np.maximum(self.read_epoch[agent, g], epoch)
+        self.read_line[agent, g] = line
+        return result
+
+    def async_write(self, known, issuer: int, agent: int, epoch: int, g: np.ndarray, line: int) -> str | None:
+        report = self._check_write(known[0], issuer, g)
+        self.writer[g] = agent
+        self.write_epoch[g] = epoch
+        self.write_line[g] = line
+        return report

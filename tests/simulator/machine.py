@@ -1,0 +1,504 @@
+"""The machine: CTAs, warps, barriers, the asynchronous engine with its adversary, the scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import memory
+from .clocks import GRANULE, Clocks
+
+LANES = 32
+FULL = np.ones(LANES, bool)
+MODES = ("eager", "late", "random")
+REGISTER_FILE = 65536
+DEFAULT_CHECKS = {
+    "out_of_bounds": "error",
+    "uninitialised": "error",
+    "misaligned": "error",
+    "race": "error",
+    "proxy_fence": "error",
+    "barrier": "error",
+    "descriptor": "error",
+    "illegal": "error",
+    "deadlock": "error",
+    "exit": "error",
+    "trap": "error",
+}
+
+
+class SimulationError(RuntimeError):
+    """A kernel did something the hardware forbids or leaves undefined."""
+
+
+@dataclass
+class Report:
+    """One finding, with the place it was seen at."""
+
+    check: str
+    text: str
+    kernel: str
+    line: int
+    cta: int
+    warp: int
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.text} [{self.kernel}, PTX line {self.line}, CTA {self.cta}, warp {self.warp}]"
+
+
+class Wait:
+    """What a group of lanes waits for. `merge` = for the other lanes of its warp."""
+
+    merge = False
+
+    def __init__(self, text: str, ready):
+        self.text, self.ready = text, ready
+
+
+class Converge(Wait):
+    """Until all lanes of the instruction's mask have arrived; ends when groups merge."""
+
+    merge = True
+
+    def __init__(self, text: str):
+        super().__init__(text, lambda: False)
+
+
+class Mbarrier:
+    """PTX ISA 9.7.13.15: pending arrivals, transaction count, phase."""
+
+    def __init__(self, count: int, clocks: Clocks):
+        self.expected = self.pending = count
+        self.transactions = 0
+        self.phase = 0
+        self.clocks = clocks
+        self.gathering = clocks.zero()
+        self.done = clocks.zero()
+
+    def join(self, token) -> None:
+        for mine, other in zip(self.gathering, token):
+            np.maximum(mine, other, out=mine)
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.transactions == 0:
+            self.phase += 1
+            self.pending = self.expected
+            self.done = tuple(np.maximum(a, b) for a, b in zip(self.done, self.gathering))
+            self.gathering = self.clocks.zero()
+
+    def completed(self, parity: int) -> bool:
+        return (self.phase & 1) != parity
+
+
+class NamedBarrier:
+    """PTX ISA 9.7.13.1 barrier{.cta}."""
+
+    def __init__(self, clocks: Clocks):
+        self.arrived = 0
+        self.expected: int | None = None
+        self.generation = 0
+        self.clocks = clocks
+        self.gathering = clocks.zero()
+        self.done = clocks.zero()
+        self.votes = [0, True, False]
+        self.result = (0, True, False)
+
+
+@dataclass(eq=False)
+class AsyncOp:
+    """Work that is done later: its stages run in order, at times the adversary chooses."""
+
+    text: str
+    line: int
+    cta: object
+    warp: int
+    stages: deque
+    finished: int = 0  # stages
+
+    @property
+    def done(self) -> bool:
+        return not self.stages
+
+
+class Engine:
+    """Asynchronous operations in flight, in queues that keep their order."""
+
+    def __init__(self, mode: str, rng: random.Random):
+        self.mode, self.rng = mode, rng
+        self.queues: dict[object, deque[AsyncOp]] = {}
+        self.steps = 0
+
+    def issue(self, key: object, op: AsyncOp) -> None:
+        if self.mode == "eager":
+            while op.stages:
+                self._stage(op)
+            return
+        self.queues.setdefault(key, deque()).append(op)
+
+    def _stage(self, op: AsyncOp) -> None:
+        stage = op.stages[0]
+        stage()
+        op.stages.popleft()
+        op.finished += 1
+        self.steps += 1
+
+    def step(self) -> bool:
+        """Runs one stage: of the oldest operation, or of a random queue's first."""
+        if not self.queues:
+            return False
+        keys = list(self.queues)
+        key = keys[0] if self.mode == "late" else self.rng.choice(keys)
+        queue = self.queues[key]
+        op = queue[0]
+        self._stage(op)
+        if op.done:
+            queue.popleft()
+            del self.queues[key]
+            if queue:
+                self.queues[key] = queue  # to the back: round robin between queues
+        return True
+
+    def drain(self) -> None:
+        while self.step():
+            pass
+
+
+@dataclass(eq=False)
+class Group:
+    """Lanes of a warp at the same place; `mask` None = all 32."""
+
+    block: int
+    mask: np.ndarray | None
+    wait: Wait | None = None
+    released: bool = False  # the gate was passed by waiting
+
+
+class Warp:
+    def __init__(self, cta: Cta, index: int, threads: int):
+        self.cta, self.index = cta, index
+        self.machine = cta.machine
+        count = min(LANES, threads - index * LANES)
+        self.alive = np.arange(LANES) < count
+        self.groups = [Group(0, None if count == LANES else self.alive.copy())]
+        self.registers = list(cta.program.initial_registers)
+        self.line = 0
+        self.bulk_open: dict[int, list[AsyncOp]] = {}
+        self.bulk_groups: dict[int, list[list[AsyncOp]]] = {}
+        self.wgmma_open: list[AsyncOp] = []
+        self.wgmma_groups: list[list[AsyncOp]] = []
+        self.wgmma_agent_epoch = 0
+        self.fragments: dict[int, tuple] = {}
+        self.register_count = cta.launch_registers
+        self.local = None
+        thread = index * LANES + np.arange(LANES)
+        x, y, _ = cta.block
+        self.specials = {
+            "%tid.x": (thread % x).astype(np.uint32),
+            "%tid.y": (thread // x % y).astype(np.uint32),
+            "%tid.z": (thread // (x * y)).astype(np.uint32),
+            "%laneid": np.arange(LANES, dtype=np.uint32),
+            "%warpid": np.full(LANES, index, np.uint32),
+        }
+
+    # ---- reports
+
+    def report(self, check: str, text: str, line: int | None = None) -> None:
+        self.machine.report(
+            Report(check, text, self.cta.program.name, line or self.line, self.cta.index, self.index)
+        )
+
+    # ---- control flow
+
+    def poll(self) -> bool:
+        """Whether some group can go on; releases the waits that are over."""
+        for group in self.groups:
+            if group.wait is None:
+                return True
+            if not group.wait.merge and group.wait.ready():
+                group.wait = None
+                group.released = True
+                return True
+        return False
+
+    def step(self) -> bool:
+        """Runs one basic block of the runnable group of lowest address. False = blocked."""
+        chosen = None
+        for group in self.groups:
+            if group.wait is not None:
+                if group.wait.merge or not group.wait.ready():
+                    continue
+                group.wait = None
+                group.released = True
+            if chosen is None or group.block < chosen.block:
+                chosen = group
+        if chosen is None:
+            return False
+        block = self.cta.program.blocks[chosen.block]
+        mask = chosen.mask
+        if block.gate is not None and not chosen.released:
+            wait = block.gate(self, self.registers, mask)
+            if wait is not None:
+                chosen.wait = wait
+                return True
+        chosen.released = False
+        self.machine.count(block, self)
+        result = block.run(self, self.registers, mask)
+        if type(result) is int:
+            self._go(chosen, result)
+        else:
+            taken, target, fall = result
+            other = (FULL if mask is None else mask) & ~taken
+            if not taken.any():
+                self._go(chosen, fall)
+            elif not other.any():
+                self._go(chosen, target)
+            else:
+                self.groups.remove(chosen)
+                self._add(target, taken)
+                self._add(fall, other)
+        return True
+
+    def _go(self, group: Group, block: int) -> None:
+        if len(self.groups) == 1 and block >= 0:
+            group.block = block
+            return
+        self.groups.remove(group)
+        self._add(block, group.mask)
+
+    def _add(self, block: int, mask: np.ndarray | None) -> None:
+        if block < 0:
+            self.alive = self.alive & ~(FULL if mask is None else mask)
+            for group in self.groups:  # a converging group may now be complete
+                if group.wait is not None and group.wait.merge:
+                    group.wait = None
+            return
+        for group in self.groups:
+            if group.block == block and not group.released and (group.wait is None or group.wait.merge):
+                merged = group.mask | mask
+                group.mask = None if merged.all() else merged
+                group.wait = None
+                return
+        self.groups.append(Group(block, None if mask is None or mask.all() else mask))
+
+    @property
+    def finished(self) -> bool:
+        return not self.groups
+
+
+class Cta:
+    def __init__(self, machine: Machine, launch: Launch, index: int):
+        program = launch.program
+        self.machine, self.launch, self.program, self.index = machine, launch, program, index
+        self.block = launch.block
+        threads = launch.threads
+        gx, gy, _ = launch.grid
+        self.coordinates = index % gx, index // gx % gy, index // (gx * gy)
+        self.launch_registers = launch.registers
+        self.register_pool = 0
+        size = program.static_shared_bytes + launch.shared_bytes
+        self.shared = memory.Region(
+            0, np.full(max(size, 16), memory.POISON_BYTE, np.uint8), False, "shared memory of the CTA"
+        )
+        self.shared.size = size
+        num_warps = -(-threads // LANES)
+        self.clocks = Clocks(num_warps, size)
+        self.mbarriers: dict[int, Mbarrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        self.warps = [Warp(self, i, threads) for i in range(num_warps)]
+        self.in_flight: list[AsyncOp] = []
+
+    def named_barrier(self, number: int) -> NamedBarrier:
+        if number not in self.named:
+            self.named[number] = NamedBarrier(self.clocks)
+        return self.named[number]
+
+    def live_warps(self) -> int:
+        return sum(not w.finished for w in self.warps)
+
+    def granules(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Granule numbers that accesses of `size` bytes touch."""
+        first = (addresses >> np.uint64(4)).astype(np.int64)
+        if size <= GRANULE:
+            return first
+        return np.unique((first[:, None] + np.arange(-(-size // GRANULE))).ravel())
+
+
+@dataclass
+class Launch:
+    program: object
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    parameters: object  # memory.Region
+    cooperative: bool = False
+
+    @property
+    def threads(self) -> int:
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def ctas(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def registers(self) -> int:
+        """Per thread at launch: a kernel with setmaxnreg is taken to fill the register file."""
+        return min(255, REGISTER_FILE // max(self.threads, 1) // 8 * 8)
+
+
+@dataclass
+class Profile:
+    """Executed warp instructions by kernel, warp and opcode."""
+
+    blocks: Counter = field(default_factory=Counter)
+
+    def table(self) -> Counter:
+        total: Counter = Counter()
+        for (block, warp), times in self.blocks.items():
+            for opcode in block.opcodes:
+                total[block.kernel, warp, opcode] += times
+        return total
+
+
+class Machine:
+    """Executes launches. `num_sms` SMs; as many CTAs resident as threads and shared memory allow."""
+
+    def __init__(self, *, num_sms: int, mode: str, seed: int, checks: dict[str, str] | None = None):
+        if mode not in MODES:
+            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+        self.num_sms, self.mode = num_sms, mode
+        self.rng = random.Random(seed)
+        self.checks = dict(DEFAULT_CHECKS)
+        for name, severity in (checks or {}).items():
+            if name not in self.checks or severity not in ("error", "warning", "off"):
+                raise ValueError(f"checks: expected one of {', '.join(self.checks)}, got {name!r}: {severity!r}")
+            self.checks[name] = severity
+        self.memory = memory.GlobalMemory()
+        self.engine = Engine(mode, self.rng)
+        self.reports: list[Report] = []
+        self.progress = 0  # stores, arrivals, barriers: what a spinning warp may wait for
+        self.profile: Profile | None = None
+        self.instructions = 0
+        self.track = any(self.checks[c] != "off" for c in ("race", "proxy_fence"))
+
+    def report(self, report: Report) -> None:
+        severity = self.checks[report.check]
+        if severity == "off":
+            return
+        if len(self.reports) < 1000:
+            self.reports.append(report)
+        if severity == "error":
+            raise SimulationError(str(report))
+
+    def count(self, block, warp: Warp) -> None:
+        self.instructions += block.size
+        if self.profile is not None:
+            self.profile.blocks[block, warp.index] += 1
+
+    # ---- running
+
+    def run(self, launch: Launch) -> None:
+        """Runs a grid to its end.
+
+        Raises:
+            SimulationError: a check of severity error fired.
+        """
+        program = launch.program
+        if launch.threads > (program.kernel.max_threads or 1024):
+            raise SimulationError(f"{program.name}: {launch.threads} threads a CTA, more than the kernel allows")
+        shared = program.static_shared_bytes + launch.shared_bytes
+        if shared > 232448:
+            raise SimulationError(f"{program.name}: {shared} bytes of shared memory, more than 232448")
+        per_sm = max(1, min(2048 // (-(-launch.threads // 32) * 32), 233472 // (shared + 1024), 32))
+        limit = per_sm * self.num_sms
+        if launch.cooperative and launch.ctas > limit:
+            raise SimulationError(f"{program.name}: a cooperative grid of {launch.ctas} CTAs, {limit} fit")
+        with np.errstate(all="ignore"):
+            self._run(launch, limit)
+
+    def _run(self, launch: Launch, limit: int) -> None:
+        waiting = iter(range(launch.ctas))
+        resident: list[Cta] = []
+        idle_rounds, last_progress = 0, -1
+        rng, engine = self.rng, self.engine
+        while True:
+            while len(resident) < limit:
+                index = next(waiting, None)
+                if index is None:
+                    break
+                resident.append(Cta(self, launch, index))
+            if not resident:
+                break
+            ran = False
+            for cta in list(resident):
+                warps = [w for w in cta.warps if w.groups]
+                if self.mode != "eager" or rng.random() < 0.1:
+                    rng.shuffle(warps)
+                for warp in warps:
+                    ran |= self._slice(warp)
+                    if self.mode == "random" and engine.queues and rng.random() < 0.3:
+                        engine.step()
+                if not any(w.groups for w in cta.warps):
+                    self._exit(cta)
+                    resident.remove(cta)
+                    self.progress += 1
+            if self.progress != last_progress:
+                last_progress, idle_rounds = self.progress, 0
+            else:
+                idle_rounds += 1
+            if not ran or idle_rounds > 20:
+                if engine.step():
+                    idle_rounds = 0
+                elif not ran or idle_rounds > 3000:
+                    self._deadlock(resident)
+        engine.drain()
+
+    def _slice(self, warp: Warp) -> bool:
+        """A few basic blocks of one warp."""
+        blocks = self.rng.choice((1, 2, 4, 16, 64))
+        ran = False
+        try:
+            for _ in range(blocks):
+                if not warp.groups or not warp.step():
+                    break
+                ran = True
+        except memory.MemoryFault as fault:
+            warp.report(fault.check, str(fault))
+        return ran
+
+    def _exit(self, cta: Cta) -> None:
+        cta.in_flight = [op for op in cta.in_flight if not op.done]
+        for op in cta.in_flight:
+            if op.finished == 0:  # still to read or write the CTA's shared memory
+                cta.warps[op.warp].report(
+                    "exit", f"the CTA exits while {op.text} still uses its shared memory", op.line
+                )
+        for address, barrier in cta.mbarriers.items():
+            if barrier.transactions:
+                cta.warps[0].report(
+                    "exit", f"the CTA exits with {barrier.transactions} bytes outstanding on mbarrier {address:#x}"
+                )
+
+    def _deadlock(self, resident: list[Cta]) -> None:
+        lines = []
+        for cta in resident[:4]:
+            for warp in cta.warps:
+                for group in warp.groups:
+                    lanes = 32 if group.mask is None else int(group.mask.sum())
+                    line = cta.program.blocks[group.block].line
+                    reason = "spins" if group.wait is None else f"waits for {group.wait.text}"
+                    lines.append(f"CTA {cta.index} warp {warp.index} ({lanes} lanes) {reason} at line {line}")
+        cta = resident[0]
+        for address, b in sorted(cta.mbarriers.items()):
+            lines.append(
+                f"CTA {cta.index} mbarrier {address:#x}: phase {b.phase}, {b.pending} of {b.expected} arrivals and "
+                f"{b.transactions} bytes pending"
+            )
+        warp = next(w for w in cta.warps if w.groups)
+        warp.line = cta.program.blocks[warp.groups[0].block].line
+        text = "every warp is blocked:\n  " + "\n  ".join(lines)
+        self.checks["deadlock"] = "error"
+        warp.report("deadlock", text)

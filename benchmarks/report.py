@@ -79,7 +79,7 @@ def markdown(run: dict, arguments: str) -> str:
             for row in run["cases"]
         ],
     )
-    if run["task_builds"]:
+    if run.get("task_builds"):
         lines += ["Task build of one document, Hq 64, Hkv 4, 16 blocks a token:", ""]
         builds = [[b["num_tokens"], b["tasks"], f"{b['ms']:.3f} ± {b['spread_ms']:.3f}"] for b in run["task_builds"]]
         lines += _table(["tokens", "tasks", "ms"], builds)

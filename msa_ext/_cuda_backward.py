@@ -14,6 +14,9 @@ from . import _runtime, debug
 if TYPE_CHECKING:
     from .backward import Arguments
 
+# MSA_CHECK=1 when the package is imported: every call synchronises, raises on bad schedule entries and on writes
+# between the workspace's sections.
+CHECK = os.environ.get("MSA_CHECK") == "1"
 _CHECK_GUARD_BYTES = 4096
 _GUARD_PATTERN = 0xA5
 
@@ -29,12 +32,14 @@ def _plan(
 def _operand(tensor: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """A `[rows, heads, 128]` tensor the kernels can read, and (address, row stride, head stride)."""
     row_stride, head_stride, last_stride = tensor.stride()
-    usable = last_stride == 1 and row_stride % 8 == 0 and head_stride % 8 == 0 and tensor.data_ptr() % 16 == 0
-    # Broadcast (zero-stride) and overlapping views cannot be described to TMA.
+    address = _runtime.address(tensor)
+    usable = last_stride == 1 and row_stride % 8 == 0 and head_stride % 8 == 0 and address % 16 == 0
+    # Broadcast (zero-stride) views cannot be described to TMA.
     if not usable or row_stride <= 0 or head_stride <= 0:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         row_stride, head_stride, _ = tensor.stride()
-    return tensor, (_runtime.address(tensor), row_stride, head_stride)
+        address = _runtime.address(tensor)
+    return tensor, (address, row_stride, head_stride)
 
 
 def launch(arguments: Arguments, backend: str, dq_accum: str, stages: int = 0x1F) -> None:
@@ -56,12 +61,11 @@ def launch(arguments: Arguments, backend: str, dq_accum: str, stages: int = 0x1F
         schedule.edge_capacity,
         schedule.work_capacity,
     )
-    checking = os.environ.get("MSA_CHECK") == "1"
-    guard_bytes = _CHECK_GUARD_BYTES if checking else 0
+    guard_bytes = _CHECK_GUARD_BYTES if CHECK else 0
     with _runtime.guard(device):
         total_bytes, sections = _plan(device, sizes, dq_accum, guard_bytes)
         workspace = _runtime.workspace(total_bytes, sections, device)
-        if checking:
+        if CHECK:
             workspace.fill_(_GUARD_PATTERN)
         # Copies, if any, stay referenced until the launches are enqueued; the allocator orders their reuse.
         kept, operands = zip(*map(_operand, (a.q, a.grad_out, a.out, a.k_aligned, a.v_aligned)))
@@ -93,7 +97,7 @@ def launch(arguments: Arguments, backend: str, dq_accum: str, stages: int = 0x1F
             guard_bytes,
             stages,
         )
-        if checking and not _runtime.is_capturing(device):
+        if CHECK and not _runtime.is_capturing(device):
             _check(device, flags, workspace, sections)
     del kept
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cases
-from msa_ext import _runtime, debug, reference, support
+from msa_ext import _cuda_backward, _runtime, debug, reference, support
 from msa_ext.backward import run_backward
 from msa_ext.testing import compare
 from task_oracle import build_tasks
@@ -233,7 +233,7 @@ def test_corrupted_schedule_is_skipped_and_reported(name, backend, monkeypatch):
     gradients = run_backward(*data.arguments(), backend=backend)
     assert flag in debug.last_flags()
     assert all(torch.isfinite(x).all() for x in gradients)
-    monkeypatch.setenv("MSA_CHECK", "1")
+    monkeypatch.setattr(_cuda_backward, "CHECK", True)
     with pytest.raises(ValueError, match=f"schedule: expected valid contents, got .*{flag}"):
         run_backward(*data.arguments(), backend=backend)
 
@@ -251,7 +251,7 @@ def test_more_tasks_than_the_table_holds_are_dropped_and_reported(backend):
 
 @pytest.mark.parametrize("backend", _backends())
 def test_check_mode_passes_on_good_input(backend, monkeypatch):
-    monkeypatch.setenv("MSA_CHECK", "1")
+    monkeypatch.setattr(_cuda_backward, "CHECK", True)
     for name in ("everything", "overcount"):
         _check(cases.make(cases.CASES[name], device="cuda"), backend, "fp32")
 

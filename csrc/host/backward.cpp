@@ -1,6 +1,7 @@
 #include "host/backward.h"
 
 #include <algorithm>
+#include <map>
 
 #include "delta/launch.h"
 #include "host/error.h"
@@ -11,10 +12,43 @@
 namespace msa {
 namespace {
 
-task_build::KeyBits key_bits(const Sizes& sizes) {
-  return task_build::key_bits(sizes.num_kv_heads, sizes.num_tokens,
-                              sizes.workspace_rows / kBlockKeys);
-}
+// A second stream of a device for this thread, kept for the life of the process.
+class SideStream {
+ public:
+  static const SideStream& of(int device) {
+    thread_local std::map<int, SideStream> streams;
+    return streams.try_emplace(device).first->second;
+  }
+
+  SideStream() {
+    int lowest = 0;
+    int highest = 0;
+    check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "stream priorities");
+    check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest),
+               "creation of the side stream");
+    for (cudaEvent_t* event : {&forked_, &joined_}) {
+      check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "creation of an event");
+    }
+  }
+
+  // Work enqueued on the returned stream comes after what is on `main` now.
+  cudaStream_t fork(cudaStream_t main) const {
+    check_cuda(cudaEventRecord(forked_, main), "fork of the side stream");
+    check_cuda(cudaStreamWaitEvent(stream_, forked_), "fork of the side stream");
+    return stream_;
+  }
+
+  // What comes on `main` from now on waits for the side stream.
+  void join(cudaStream_t main) const {
+    check_cuda(cudaEventRecord(joined_, stream_), "join of the side stream");
+    check_cuda(cudaStreamWaitEvent(main, joined_), "join of the side stream");
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t forked_ = nullptr;
+  cudaEvent_t joined_ = nullptr;
+};
 
 void check_sizes(const Sizes& sizes) {
   constexpr int64_t kInt32Max = 0x7FFFFFFF;
@@ -34,6 +68,124 @@ void check_sizes(const Sizes& sizes) {
           sizes.task_capacity());
 }
 
+void check_kernel(const MainKernel& kernel, const DeviceInfo& device, DqAccum dq_accum) {
+  require(kernel.major == 0 || kernel.major == device.major, "backend: ", kernel.name,
+          " expected a device of compute capability ", kernel.major, ".x, got ", device.name, " (",
+          device.major, ".", device.minor, ")");
+  require(std::count(kernel.dq_accums.begin(), kernel.dq_accums.end(), dq_accum) == 1,
+          "dq_accum: not supported by backend ", kernel.name);
+}
+
+// One call: what every launch takes its parameters from.
+struct Call {
+  const BackwardArguments& arguments;
+  const Sizes& sizes;
+  const WorkspacePlan plan;
+  const DeviceInfo& device;
+  const MainKernel& kernel;
+  const Tuning tuning;
+
+  template <class T>
+  T* at(Section section) const {
+    return reinterpret_cast<T*>(arguments.workspace + plan.offset(section));
+  }
+  int32_t num_blocks() const { return static_cast<int32_t>(sizes.workspace_rows / kBlockKeys); }
+};
+
+DeltaParams delta_params(const Call& call) {
+  return {call.arguments.out,
+          call.arguments.grad_out,
+          call.arguments.lse,
+          call.at<float>(Section::kNegLse),
+          call.at<float>(Section::kDelta),
+          call.sizes.num_tokens,
+          call.sizes.num_heads};
+}
+
+TaskBuildParams task_build_params(const Call& call) {
+  const Sizes& sizes = call.sizes;
+  TaskBuildParams params{};
+  params.schedule = call.arguments.schedule;
+  params.schedule.num_kv_heads = sizes.num_kv_heads;
+  params.schedule.group = sizes.group();
+  params.schedule.num_rows = sizes.num_rows;
+  params.schedule.num_entries = sizes.num_entries;
+  params.schedule.num_tokens = static_cast<int32_t>(sizes.num_tokens);
+  params.schedule.num_blocks = call.num_blocks();
+  params.schedule.work_capacity = static_cast<int32_t>(sizes.work_capacity);
+  params.schedule.edge_capacity = sizes.edge_capacity;
+  const Section buffers[2] = {Section::kSortBuffer0, Section::kSortBuffer1};
+  for (int i = 0; i < 2; ++i) {
+    params.keys[i] = call.at<uint64_t>(buffers[i]);
+    params.values[i] = reinterpret_cast<uint32_t*>(params.keys[i] + sizes.task_capacity());
+  }
+  params.histogram = call.at<uint32_t>(Section::kSortHistogram);
+  params.headers = call.at<TaskHeader>(Section::kTaskHeaders);
+  params.tokens = call.at<int32_t>(Section::kTaskTokens);
+  params.descriptor = call.at<TaskDescriptor>(Section::kDescriptor);
+  params.flags = call.arguments.flags;
+  params.task_capacity = sizes.task_capacity();
+  params.window_log2 = call.tuning.window_log2;
+  params.num_sms = call.device.num_sms;
+  params.walk = call.tuning.walk;
+  return params;
+}
+
+MainParams main_params(const Call& call) {
+  const Sizes& sizes = call.sizes;
+  MainParams params{};
+  params.q = call.arguments.q;
+  params.grad_out = call.arguments.grad_out;
+  params.k = call.arguments.k;
+  params.v = call.arguments.v;
+  params.neg_lse_log2 = call.at<float>(Section::kNegLse);
+  params.delta = call.at<float>(Section::kDelta);
+  params.descriptor = call.at<TaskDescriptor>(Section::kDescriptor);
+  params.task_headers = call.at<TaskHeader>(Section::kTaskHeaders);
+  params.task_tokens = call.at<int32_t>(Section::kTaskTokens);
+  params.dq_pool = call.at<void>(Section::kDqPool);
+  params.dk_pool = call.at<float>(Section::kDkPool);
+  params.dv_pool = call.at<float>(Section::kDvPool);
+  params.scale_log2 = call.arguments.softmax_scale * 1.4426950408889634f;
+  params.num_tokens = static_cast<int32_t>(sizes.num_tokens);
+  params.num_heads = sizes.num_heads;
+  params.num_kv_heads = sizes.num_kv_heads;
+  params.group = sizes.group();
+  params.workspace_rows = sizes.workspace_rows;
+  params.task_capacity = sizes.task_capacity();
+  params.dq_accum = call.arguments.dq_accum;
+  return params;
+}
+
+PostprocessParams postprocess_params(const Call& call) {
+  return {call.at<void>(Section::kDqPool),
+          call.at<float>(Section::kDkPool),
+          call.at<float>(Section::kDvPool),
+          call.arguments.dq,
+          call.arguments.dk,
+          call.arguments.dv,
+          call.arguments.softmax_scale,
+          call.sizes.num_tokens,
+          call.sizes.workspace_rows,
+          call.sizes.num_heads,
+          call.sizes.num_kv_heads,
+          call.kernel.layout,
+          call.arguments.dq_accum,
+          call.arguments.kv_grad_fp32};
+}
+
+void clear_pools(const Call& call) {
+  const auto clear = [&](size_t begin, size_t bytes) {
+    check_cuda(cudaMemsetAsync(call.arguments.workspace + begin, 0, bytes, call.arguments.stream),
+               "clearing the pools");
+  };
+  const size_t begin = call.plan.offset(Section::kDqPool);
+  if (call.arguments.guard_bytes == 0) return clear(begin, call.plan.total_bytes - begin);
+  for (const Section pool : {Section::kDqPool, Section::kDkPool, Section::kDvPool}) {
+    clear(call.plan.offset(pool), call.plan.size(pool));
+  }
+}
+
 }  // namespace
 
 WorkspacePlan plan_backward(const Sizes& sizes, DqAccum dq_accum, size_t guard_bytes) {
@@ -46,113 +198,31 @@ void backward(const BackwardArguments& arguments, uint32_t stages) {
   const cudaStream_t stream = arguments.stream;
   const DeviceInfo& device = device_info(arguments.device);
   const MainKernel& kernel = find_main_kernel(arguments.backend);
-  require(kernel.major == 0 || kernel.major == device.major, "backend: ", kernel.name,
-          " expected a device of compute capability ", kernel.major, ".x, got ", device.name, " (",
-          device.major, ".", device.minor, ")");
-  require(std::count(kernel.dq_accums.begin(), kernel.dq_accums.end(), arguments.dq_accum) == 1,
-          "dq_accum: not supported by backend ", kernel.name);
-  const WorkspacePlan plan = plan_backward(sizes, arguments.dq_accum, arguments.guard_bytes);
-  const auto at = [&](Section section) { return arguments.workspace + plan.offset(section); };
-  const auto runs = [&](Stage stage) { return (stages >> static_cast<int>(stage) & 1) != 0; };
-  const bool has_pairs = sizes.num_tokens > 0 && sizes.workspace_rows > 0 &&
-                         sizes.task_capacity() > 0 && sizes.num_entries > 0;
+  check_kernel(kernel, device, arguments.dq_accum);
+  const int64_t num_blocks = sizes.workspace_rows / kBlockKeys;
+  const Call call{
+      arguments, sizes,  plan_backward(sizes, arguments.dq_accum, arguments.guard_bytes),
+      device,    kernel, kernel.tune({sizes.num_tokens, num_blocks, sizes.task_capacity()})};
 
-  DeltaParams delta{arguments.out,
-                    arguments.grad_out,
-                    arguments.lse,
-                    reinterpret_cast<float*>(at(Section::kNegLse)),
-                    reinterpret_cast<float*>(at(Section::kDelta)),
-                    sizes.num_tokens,
-                    sizes.num_heads};
-  if (runs(Stage::kDelta) && has_pairs) delta::launch(delta, stream);
-
-  if (runs(Stage::kClear)) {
-    const auto clear = [&](size_t begin, size_t bytes) {
-      check_cuda(cudaMemsetAsync(arguments.workspace + begin, 0, bytes, stream),
-                 "clearing the pools");
-    };
-    if (arguments.guard_bytes == 0) {
-      clear(plan.offset(Section::kDqPool), plan.total_bytes - plan.offset(Section::kDqPool));
-    } else {
-      for (const Section pool : {Section::kDqPool, Section::kDkPool, Section::kDvPool}) {
-        clear(plan.offset(pool), plan.size(pool));
-      }
-    }
-  }
-
-  const Tuning tuning =
-      kernel.tune({sizes.num_tokens, sizes.workspace_rows / kBlockKeys, sizes.task_capacity()});
-  TaskBuildParams build{};
-  build.schedule = arguments.schedule;
-  build.schedule.num_kv_heads = sizes.num_kv_heads;
-  build.schedule.group = sizes.group();
-  build.schedule.num_rows = sizes.num_rows;
-  build.schedule.num_entries = sizes.num_entries;
-  build.schedule.num_tokens = static_cast<int32_t>(sizes.num_tokens);
-  build.schedule.num_blocks = static_cast<int32_t>(sizes.workspace_rows / kBlockKeys);
-  build.schedule.work_capacity = static_cast<int32_t>(sizes.work_capacity);
-  build.schedule.edge_capacity = sizes.edge_capacity;
-  for (int i = 0; i < 2; ++i) {
-    build.keys[i] =
-        reinterpret_cast<uint64_t*>(at(i == 0 ? Section::kSortBuffer0 : Section::kSortBuffer1));
-    build.values[i] = reinterpret_cast<uint32_t*>(build.keys[i] + sizes.task_capacity());
-  }
-  build.histogram = reinterpret_cast<uint32_t*>(at(Section::kSortHistogram));
-  build.headers = reinterpret_cast<TaskHeader*>(at(Section::kTaskHeaders));
-  build.tokens = reinterpret_cast<int32_t*>(at(Section::kTaskTokens));
-  build.descriptor = reinterpret_cast<TaskDescriptor*>(at(Section::kDescriptor));
-  build.flags = arguments.flags;
-  build.task_capacity = sizes.task_capacity();
-  build.window_log2 = tuning.window_log2;
-  build.num_sms = device.num_sms;
-  build.walk = tuning.walk;
+  const bool has_pairs = sizes.num_tokens > 0 && num_blocks > 0 && sizes.num_entries > 0;
+  const auto runs = [&](Stage stage) {
+    const bool needs_pairs = stage != Stage::kClear && stage != Stage::kPostprocess;
+    return (stages >> static_cast<int>(stage) & 1) != 0 && (has_pairs || !needs_pairs);
+  };
+  // The task build is bound by latency, delta and clear by bandwidth: they run side by side.
+  const bool forks = runs(Stage::kTaskBuild) && runs(Stage::kDelta);
   if (runs(Stage::kTaskBuild)) {
-    if (has_pairs) {
-      task_build::launch(build, key_bits(sizes), stream);
-    } else {
-      check_cuda(cudaMemsetAsync(arguments.flags, 0, sizeof(uint32_t), stream),
-                 "clearing the flags");
-    }
+    task_build::launch(task_build_params(call),
+                       task_build::key_bits(sizes.num_kv_heads, sizes.num_tokens, num_blocks),
+                       forks ? SideStream::of(device.index).fork(stream) : stream);
+  } else if (!has_pairs) {
+    check_cuda(cudaMemsetAsync(arguments.flags, 0, sizeof(uint32_t), stream), "clearing the flags");
   }
-
-  MainParams main{};
-  main.q = arguments.q;
-  main.grad_out = arguments.grad_out;
-  main.k = arguments.k;
-  main.v = arguments.v;
-  main.neg_lse_log2 = delta.neg_lse_log2;
-  main.delta = delta.delta;
-  main.descriptor = build.descriptor;
-  main.task_headers = build.headers;
-  main.task_tokens = build.tokens;
-  main.dq_pool = at(Section::kDqPool);
-  main.dk_pool = reinterpret_cast<float*>(at(Section::kDkPool));
-  main.dv_pool = reinterpret_cast<float*>(at(Section::kDvPool));
-  main.scale_log2 = arguments.softmax_scale * 1.4426950408889634f;
-  main.num_tokens = static_cast<int32_t>(sizes.num_tokens);
-  main.num_heads = sizes.num_heads;
-  main.num_kv_heads = sizes.num_kv_heads;
-  main.group = sizes.group();
-  main.workspace_rows = sizes.workspace_rows;
-  main.task_capacity = sizes.task_capacity();
-  main.dq_accum = arguments.dq_accum;
-  if (runs(Stage::kMain) && has_pairs) kernel.launch(main, tuning, device, stream);
-
-  const PostprocessParams post{main.dq_pool,
-                               main.dk_pool,
-                               main.dv_pool,
-                               arguments.dq,
-                               arguments.dk,
-                               arguments.dv,
-                               arguments.softmax_scale,
-                               sizes.num_tokens,
-                               sizes.workspace_rows,
-                               sizes.num_heads,
-                               sizes.num_kv_heads,
-                               kernel.layout,
-                               arguments.dq_accum,
-                               arguments.kv_grad_fp32};
-  if (runs(Stage::kPostprocess)) postprocess::launch(post, stream);
+  if (runs(Stage::kDelta)) delta::launch(delta_params(call), stream);
+  if (runs(Stage::kClear)) clear_pools(call);
+  if (forks) SideStream::of(device.index).join(stream);
+  if (runs(Stage::kMain)) kernel.launch(main_params(call), call.tuning, device, stream);
+  if (runs(Stage::kPostprocess)) postprocess::launch(postprocess_params(call), stream);
 }
 
 }  // namespace msa

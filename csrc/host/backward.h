@@ -1,4 +1,4 @@
-// The pipeline of launches: delta, clear, task build, main, postprocess, in order on one stream.
+// The pipeline of launches: task build beside delta and clear, then main, then postprocess.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,7 +37,8 @@ constexpr uint32_t kAllStages = 0x1F;
 // The workspace of a call; throws std::invalid_argument where the sizes cannot be served.
 WorkspacePlan plan_backward(const Sizes& sizes, DqAccum dq_accum, size_t guard_bytes);
 
-// Enqueues the backward; never synchronises. Throws std::invalid_argument or std::runtime_error.
+// Enqueues the backward on the stream; the task build forks from it and joins it. Never
+// synchronises. Throws std::invalid_argument or std::runtime_error.
 void backward(const BackwardArguments& arguments, uint32_t stages = kAllStages);
 
 }  // namespace msa

@@ -11,7 +11,8 @@ __global__ void probe_kernel(const __grid_constant__ CUtensorMap map, int token,
                              uint32_t bytes, uint4* image) {
   __shared__ __align__(1024) uint4 box[kMaxBytes / 16];
   __shared__ uint64_t bar;
-  for (int i = threadIdx.x; i < kMaxBytes / 16; i += blockDim.x) box[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  for (int i = threadIdx.x; i < kMaxBytes / 16; i += blockDim.x)
+    box[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
   if (threadIdx.x == 0) {
     msa::mbarrier_init(&bar, 1);
     msa::fence_mbarrier_init();
@@ -28,12 +29,15 @@ __global__ void probe_kernel(const __grid_constant__ CUtensorMap map, int token,
 
 }  // namespace
 
-// q BF16 [num_tokens, num_heads, 128], rows `row_stride` elements apart; image: 4096 bytes. 0 on success.
-extern "C" int tma_probe(const void* q, int64_t num_tokens, int num_heads, int group, int64_t row_stride,
-                         int token, int index_head, void* image) {
+// q BF16 [num_tokens, num_heads, 128], rows `row_stride` elements apart; image: 4096 bytes. 0 on
+// success.
+extern "C" int tma_probe(const void* q, int64_t num_tokens, int num_heads, int group,
+                         int64_t row_stride, int token, int index_head, void* image) {
   try {
-    const msa::StridedOperand operand{static_cast<const __nv_bfloat16*>(q), row_stride, msa::kHeadDim};
-    const CUtensorMap map = msa::make_tensor_map(msa::slot_map(operand, num_tokens, num_heads, group));
+    const msa::StridedOperand operand{static_cast<const __nv_bfloat16*>(q), row_stride,
+                                      msa::kHeadDim};
+    const CUtensorMap map =
+        msa::make_tensor_map(msa::slot_map(operand, num_tokens, num_heads, group));
     probe_kernel<<<1, 32>>>(map, token, index_head * group / 8, group * msa::kHeadDim * 2,
                             static_cast<uint4*>(image));
     msa::check_cuda(cudaDeviceSynchronize(), "tma probe");

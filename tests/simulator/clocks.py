@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-GRANULE = 16
+GRANULE = 4  # bytes
 
 
 class Clocks:
@@ -64,28 +64,35 @@ class Clocks:
 
     # ---- generic accesses of a warp; `g` are granule numbers
 
-    def generic_read(self, warp: int, g: np.ndarray, line: int) -> str | None:
+    def generic_read(self, warp: int, g: np.ndarray, line: int, partial: bool = False) -> str | None:
+        """`partial`: of less than a granule, whose other part another warp may own."""
         writer = self.writer[g]
-        bad = (writer >= 0) & (writer != warp) & (self.now[warp][writer] < self.write_epoch[g])
+        bad = (
+            (writer >= (self.warps if partial else 0))
+            & (writer != warp)
+            & (self.now[warp][writer] < self.write_epoch[g])
+        )
         self.read_epoch[warp, g] = self.now[warp, warp]
         self.read_line[warp, g] = line
         return self._race("reads", bad, g) if bad.any() else None
 
-    def generic_write(self, warp: int, g: np.ndarray, line: int) -> str | None:
-        report = self._check_write(self.now[warp], warp, g)
+    def generic_write(self, warp: int, g: np.ndarray, line: int, partial: bool = False) -> str | None:
+        report = self._check_write(self.now[warp], warp, g, self.warps if partial else 0)
         self.writer[g] = warp
         self.write_epoch[g] = self.now[warp, warp]
         self.write_line[g] = line
         return report
 
-    def _check_write(self, known: np.ndarray, warp: int, g: np.ndarray, own_reads: bool = False) -> str | None:
+    def _check_write(self, known: np.ndarray, warp: int, g: np.ndarray, first: int = 0) -> str | None:
+        """`first`: agents below it are not looked at."""
         writer = self.writer[g]
-        bad = (writer >= 0) & (writer != warp) & (known[writer] < self.write_epoch[g])
+        bad = (writer >= first) & (writer != warp) & (known[writer] < self.write_epoch[g])
         if bad.any():
             return self._race("overwrites", bad, g)
-        late = self.read_epoch[:, g] > known[:, None]
-        if not own_reads:
-            late[warp] = False
+        used = self.warps + len(self._names)
+        late = self.read_epoch[:used, g] > known[:used, None]
+        late[warp] = False
+        late[:first] = False
         if late.any():
             agent = int(np.argmax(late.any(1)))
             at = int(np.asarray(g)[np.argmax(late[agent])])
@@ -104,7 +111,9 @@ class Clocks:
 
     # ---- asynchronous proxy; `known` is the issuer's token at issue
 
-    def async_read(self, known, issuer: int, agent: int, epoch: int, g: np.ndarray, line: int) -> tuple[str, str] | None:
+    def async_read(
+        self, known, issuer: int, agent: int, epoch: int, g: np.ndarray, line: int
+    ) -> tuple[str, str] | None:
         """(check, report) of an asynchronous read issued with what `known` says."""
         now, proxy = known
         writer = self.writer[g]

@@ -47,7 +47,9 @@ class TensorMap:
         return int(np.prod(self.box)) * self.element
 
 
-def encode_tensor_map(kind, rank, address, sizes, strides, box, element_strides, interleave, swizzle_mode, oob) -> bytes:
+def encode_tensor_map(
+    kind, rank, address, sizes, strides, box, element_strides, interleave, swizzle_mode, oob
+) -> bytes:
     """128 opaque bytes, after the checks cuTensorMapEncodeTiled documents.
 
     Raises:

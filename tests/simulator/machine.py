@@ -206,9 +206,7 @@ class Warp:
     # ---- reports
 
     def report(self, check: str, text: str, line: int | None = None) -> None:
-        self.machine.report(
-            Report(check, text, self.cta.program.name, line or self.line, self.cta.index, self.index)
-        )
+        self.machine.report(Report(check, text, self.cta.program.name, line or self.line, self.cta.index, self.index))
 
     # ---- control flow
 
@@ -320,10 +318,10 @@ class Cta:
 
     def granules(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Granule numbers that accesses of `size` bytes touch."""
-        first = (addresses >> np.uint64(4)).astype(np.int64)
+        first = (addresses >> np.uint64(2)).astype(np.int64)
         if size <= GRANULE:
             return first
-        return np.unique((first[:, None] + np.arange(-(-size // GRANULE))).ravel())
+        return (first[:, None] + np.arange(size // GRANULE)).ravel()
 
 
 @dataclass

@@ -17,9 +17,18 @@ typedef int (*EncodeCallback)(void* map, int type, unsigned rank, void* address,
 enum { kMax = 4096 };
 static const void* fatbins[kMax];
 static int num_fatbins;
-static struct { long handle; const void* stub; const char* name; } functions[kMax];
+static struct {
+  long handle;
+  const void* stub;
+  const char* name;
+} functions[kMax];
 static int num_functions;
-static struct { long handle; const void* host; const char* name; size_t bytes; } variables[kMax];
+static struct {
+  long handle;
+  const void* host;
+  const char* name;
+  size_t bytes;
+} variables[kMax];
 static int num_variables;
 
 static LaunchCallback launch_callback;
@@ -96,11 +105,18 @@ void __cudaRegisterVar(void** handle, char* host, char* device, const char* name
   variables[num_variables].name = name;
   variables[num_variables++].bytes = bytes;
 }
-char __cudaInitModule(void** handle) { (void)handle; return 1; }
+char __cudaInitModule(void** handle) {
+  (void)handle;
+  return 1;
+}
 
 // ---- launches ----------------------------------------------------------------------------------
 
-static __thread struct { dim3 grid, block; size_t shared; void* stream; } pushed[16];
+static __thread struct {
+  dim3 grid, block;
+  size_t shared;
+  void* stream;
+} pushed[16];
 static __thread int depth;
 
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
@@ -184,7 +200,10 @@ cudaError_t cudaGetDeviceCount(int* count) {
   *count = num_devices;
   return num_devices ? cudaSuccess : cudaErrorNoDevice;
 }
-cudaError_t cudaGetDevice(int* device) { *device = current_device; return cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= num_devices) return fail(cudaErrorInvalidDevice);
   current_device = device;
@@ -198,17 +217,33 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* result, int device) {
 cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute, int device) {
   (void)device;
   switch (attribute) {
-    case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
-    case cudaDevAttrComputeCapabilityMajor: *value = properties.major; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 232448; break;
-    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
-    case cudaDevAttrCooperativeLaunch: *value = 1; break;
-    default: return fail(cudaErrorInvalidValue);
+    case cudaDevAttrMultiProcessorCount:
+      *value = properties.multiProcessorCount;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = properties.major;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = properties.minor;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = 232448;
+      break;
+    case cudaDevAttrMaxThreadsPerBlock:
+      *value = 1024;
+      break;
+    case cudaDevAttrCooperativeLaunch:
+      *value = 1;
+      break;
+    default:
+      return fail(cudaErrorInvalidValue);
   }
   return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { (void)stream; return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  (void)stream;
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
 cudaError_t cudaGetLastError(void) {
   const cudaError_t error = last_error;

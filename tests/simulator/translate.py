@@ -9,18 +9,42 @@ from __future__ import annotations
 import numpy as np
 
 from . import instructions
-from .formats import F32
-from .ptx import Address, Immediate, Instruction, Kernel, Module, PtxError, Register, Sink, Special, Symbol, Vector
+from .ptx import (
+    TYPE_BYTES,
+    Address,
+    Immediate,
+    Instruction,
+    Kernel,
+    Module,
+    PtxError,
+    Register,
+    Sink,
+    Special,
+    Symbol,
+    Vector,
+)
 
 LANES = 32
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_SETP = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+_SETP = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "lo": "<",
+    "ls": "<=",
+    "hi": ">",
+    "hs": ">=",
+}
 _UNORDERED = {"equ": "==", "neu": "!=", "ltu": "<", "leu": "<=", "gtu": ">", "geu": ">="}
 _VIEWS = {"s16": "I16", "s32": "I32", "s64": "I64", "f32": "F32", "f64": "F64"}
 
 
 def type_bytes(kind: str) -> int:
-    return {"pred": 0}.get(kind, int("".join(c for c in kind.split("x")[0] if c.isdigit())[-2:]) // 8 * (2 if "x2" in kind else 1))
+    """Bytes of a register of this type; 0 for a predicate."""
+    return 0 if kind == "pred" else TYPE_BYTES[kind]
 
 
 class Block:
@@ -286,7 +310,9 @@ class _Emitter:
             part = size // len(o[1].items)
             shift, bits = 8 * part, 8 * size
             terms = [
-                f"({self.source(v, part)}.astype(U{bits}) << U{bits}({i * shift}))" if i else f"{self.source(v, part)}.astype(U{bits})"
+                f"({self.source(v, part)}.astype(U{bits}) << U{bits}({i * shift}))"
+                if i
+                else f"{self.source(v, part)}.astype(U{bits})"
                 for i, v in enumerate(o[1].items)
             ]
             self.put(o[0], " | ".join(terms), mask)
@@ -415,6 +441,3 @@ class _Emitter:
             raise PtxError(f"cvta.{space} is not modelled")
         self.put(o[0], value, mask)
         return True
-
-
-assert F32 is np.float32

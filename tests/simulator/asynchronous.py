@@ -1,0 +1,557 @@
+"""Asynchronous instructions: bulk and tensor copies, wgmma. Issue makes an `AsyncOp`; the engine decides when it acts.
+
+Sections are those of the PTX ISA 9.0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from . import formats, layouts, tensor
+from .formats import F32, U16, U32, U64
+from .instructions import (
+    LANES,
+    MemoryFault,
+    Wait,
+    _shared_address,
+    address_reader,
+    gate_converge,
+    lanes_of,
+    mbarrier_at,
+    reader,
+)
+from .layouts import LayoutError
+from .machine import AsyncOp
+from .ptx import Instruction, PtxError, TensorAddress, Vector
+
+OPCODES = ("cp", "wgmma", "tcgen05")
+ACCUMULATOR_POISON = 0x7FFBAD00  # a NaN
+
+
+def build(program, x: Instruction):
+    op = x.parts[0]
+    if op == "wgmma":
+        return _build_wgmma(program, x)
+    if op == "tcgen05":
+        return tensor.build(program, x)
+    if "commit_group" in x.parts:
+        return _build_commit
+    if "wait_group" in x.parts:
+        return lambda w, R, m: _wait_done(w, m, x)
+    if x.parts[1] in ("async", "reduce") and "bulk" in x.parts:
+        return _build_bulk(program, x)
+    raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+
+
+def gate(program, x: Instruction):
+    parts = x.parts
+    if parts[0] == "tcgen05":
+        return tensor.gate(program, x)
+    if parts[0] == "wgmma":
+        if "wait_group" in parts:
+            return _gate_wgmma_wait(program, x)
+        return gate_converge(program, x, None)
+    if "wait_group" in parts:
+        return _gate_bulk_wait(program, x)
+    return None
+
+
+def _report_layout(w, error: LayoutError, line: int) -> None:
+    w.report("descriptor", str(error), line)
+
+
+# ---- mbarrier completion -------------------------------------------------------------------------
+
+
+class Completion:
+    """Complete-tx on an mbarrier, carrying what the operation did to later waiters."""
+
+    def __init__(self, w, address: int, line: int, size: int):
+        self.barrier = mbarrier_at(w, address, line)
+        self.cta, self.size = w.cta, size
+        self.agent = w.cta.clocks.agent(("mbarrier", address))
+        w.cta.clocks.counter[self.agent] += 1
+        self.epoch = int(w.cta.clocks.counter[self.agent])
+
+    def complete(self, known) -> None:
+        now = known[0].copy()
+        now[self.agent] = max(now[self.agent], self.epoch)
+        self.barrier.join((now, known[1]))
+        self.barrier.transactions -= self.size
+        self.barrier.settle()
+        self.cta.machine.progress += 1
+
+
+# ---- bulk and tensor copies (9.7.9.25, 9.7.9.27) -------------------------------------------------
+
+
+def _build_bulk(program, x: Instruction):
+    parts = x.parts
+    reduce = parts[1] == "reduce"
+    if "prefetch" in parts:
+        return lambda w, R, m: None
+    is_tensor = "tensor" in parts
+    spaces = [p.split("__")[0] for p in parts if p.split("__")[0] in ("shared", "global")]
+    to_shared = spaces[0] == "shared"
+    operands = list(x.operands)
+    if any(p in ("im2col", "multicast__cluster", "gather4", "scatter4") for p in parts):
+        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+    if to_shared:
+        if "mbarrier__complete_tx__bytes" not in parts:
+            raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+        target = _shared_address(program, operands[0], ["", "shared"])
+        barrier = _shared_address(program, operands[2 if is_tensor else 3], ["", "shared"])
+    kind = parts[-1]
+    operation = next((p for p in parts if p in ("add", "min", "max", "and", "or", "xor", "inc", "dec")), None)
+    if reduce and operation != "add":
+        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+    if is_tensor:
+        where = next(o for o in operands if isinstance(o, TensorAddress))
+        map_address = reader(program, where.map, 8)
+        coordinates = [reader(program, c, 4) for c in where.coordinates]
+        shared_side = None if to_shared else _shared_address(program, operands[1], ["", "shared"])
+
+        def tensor_copy(w, R, m):
+            for lane in lanes_of(m):
+                tensor_map = _load_map(w, int(map_address(w, R)[lane]), x)
+                at = tuple(int(c(w, R)[lane].view(np.int32)) for c in coordinates)
+                try:
+                    if to_shared:
+                        _tensor_load(w, x, tensor_map, at, int(target(w, R)[lane]), int(barrier(w, R)[lane]))
+                    else:
+                        how = tensor_map.kind if reduce else None
+                        _tensor_store(w, x, lane, tensor_map, at, int(shared_side(w, R)[lane]), how)
+                except LayoutError as error:
+                    _report_layout(w, error, x.line)
+
+        return tensor_copy
+    size_of = reader(program, operands[2], 4)
+    if to_shared:
+        source = address_reader(program, operands[1], "global")
+
+        def bulk_load(w, R, m):
+            for lane in lanes_of(m):
+                _bulk_load(
+                    w, x, int(target(w, R)[lane]), int(source(w, R)[lane]), int(size_of(w, R)[lane]),
+                    int(barrier(w, R)[lane]),
+                )  # fmt: skip
+
+        return bulk_load
+    target_global = address_reader(program, operands[0], "global")
+    source_shared = _shared_address(program, operands[1], ["", "shared"])
+
+    def bulk_store(w, R, m):
+        for lane in lanes_of(m):
+            _bulk_store(
+                w, x, lane, int(target_global(w, R)[lane]), int(source_shared(w, R)[lane]),
+                int(size_of(w, R)[lane]), kind if reduce else None,
+            )  # fmt: skip
+
+    return bulk_store
+
+
+def _load_map(w, address: int, x: Instruction) -> layouts.TensorMap:
+    """The map is read from global or parameter memory; its address is a multiple of 64 (9.7.9.27.1.2)."""
+    if address % 64:
+        w.report("misaligned", f"tensor map at {address:#x}, not a multiple of 64", x.line)
+    region, offset = w.machine.memory.bytes_at(address, 128)
+    try:
+        return layouts.decode_tensor_map(region.data[offset : offset + 128].tobytes())
+    except LayoutError as error:
+        _report_layout(w, error, x.line)
+        raise
+
+
+def _granules(begin: int, size: int) -> np.ndarray:
+    return np.arange(begin >> 2, (begin + size + 3) >> 2)
+
+
+def _issue(w, key, text: str, line: int, stages: list) -> AsyncOp:
+    op = AsyncOp(text, line, w.cta, w.index, deque(stages))
+    if len(w.cta.in_flight) > 64:
+        w.cta.in_flight = [o for o in w.cta.in_flight if not o.done]
+    w.cta.in_flight.append(op)
+    w.machine.progress += 1
+    w.machine.engine.issue(key if key is not None else op, op)
+    return op
+
+
+def _check_shared(w, address: int, size: int, align: int, line: int) -> None:
+    if address % align:
+        w.report("misaligned", f"shared address {address:#x} is not a multiple of {align}", line)
+    if address + size > w.cta.shared.size:
+        w.report("out_of_bounds", f"asynchronous access of shared {address:#x} + {size} bytes", line)
+
+
+def _guarded(w, line: int, stage):
+    """Runs a stage later, with faults reported where the operation was issued."""
+
+    def run():
+        try:
+            stage()
+        except MemoryFault as fault:
+            w.report(fault.check, str(fault), line)
+
+    return run
+
+
+def _write_shared(w, known, completion: Completion, granules: np.ndarray, line: int) -> None:
+    if w.machine.track:
+        clocks = w.cta.clocks
+        text = clocks.async_write(known, w.index, completion.agent, completion.epoch, granules, line)
+        if text:
+            w.report("race", f"asynchronous copy {text}", line)
+
+
+def _snapshot(w):
+    """What the issuing warp knows now: orders the operation after it."""
+    clocks = w.cta.clocks
+    return clocks.now[w.index].copy(), clocks.proxy[w.index].copy()
+
+
+def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:
+    size = tensor_map.box_bytes
+    _check_shared(w, target, size, 128, x.line)
+    address, inside, shared, chunk = layouts.box_addresses(tensor_map, at, target)
+    completion = Completion(w, barrier, x.line, size)
+    if completion.barrier is None:
+        return
+    known = _snapshot(w)
+    _write_shared(w, known, completion, _granules(target, size), x.line)
+
+    def act():
+        region = w.cta.shared
+        values = np.zeros((len(address), chunk), np.uint8)
+        if inside.any():
+            wanted = address[inside]
+            source = w.machine.memory.find(int(wanted.min()), int(wanted.max()) + chunk - int(wanted.min()))
+            offsets = wanted - source.base
+            if chunk == 16 and source.base % 16 == 0:
+                view = source.data[: source.size // 16 * 16].reshape(-1, 16)
+                index = offsets // 16
+                values[inside] = view[index]
+                if not source.all_initialised:
+                    source.check_initialised((offsets[:, None] // 4 + np.arange(4)).ravel(), 4, source.base)
+            else:
+                index = offsets[:, None] + np.arange(chunk)
+                values[inside] = source.data[index]
+                if not source.all_initialised:
+                    source.check_initialised(index.ravel(), 1, source.base)
+        if chunk == 16:
+            region.data[: region.data.nbytes // 16 * 16].reshape(-1, 16)[shared // 16] = values
+        else:
+            region.data[shared[:, None] + np.arange(chunk)] = values
+        region.mark(target, target + size)
+        completion.complete(known)
+
+    _issue(w, None, "a tensor copy to shared memory", x.line, [_guarded(w, x.line, act)])
+
+
+def _bulk_load(w, x, target: int, source: int, size: int, barrier: int) -> None:
+    if size % 16 or source % 16:
+        w.report("misaligned", f"bulk copy of {size} bytes from {source:#x}: multiples of 16 are needed", x.line)
+    _check_shared(w, target, size, 16, x.line)
+    completion = Completion(w, barrier, x.line, size)
+    if completion.barrier is None:
+        return
+    known = _snapshot(w)
+    _write_shared(w, known, completion, _granules(target, size), x.line)
+
+    def act():
+        region, offset = w.machine.memory.bytes_at(source, size)
+        if not region.all_initialised:
+            region.check_initialised(np.arange(offset // 4, (offset + size) // 4), 4, region.base)
+        w.cta.shared.data[target : target + size] = region.data[offset : offset + size]
+        w.cta.shared.mark(target, target + size)
+        completion.complete(known)
+
+    _issue(w, None, "a bulk copy to shared memory", x.line, [_guarded(w, x.line, act)])
+
+
+def _read_shared(w, granules: np.ndarray, agent_key, line: int, what: str) -> tuple[int, int]:
+    """Checks an asynchronous read and records it; (agent, epoch)."""
+    clocks = w.cta.clocks
+    agent = clocks.agent(agent_key)
+    clocks.counter[agent] += 1
+    epoch = int(clocks.counter[agent])
+    if w.machine.track:
+        found = clocks.async_read(_snapshot(w), w.index, agent, epoch, granules, line)
+        if found:
+            w.report(found[0], f"{what}: {found[1]}", line)
+    return agent, epoch
+
+
+def _take_shared(w, begin: int, size: int, line: int, what: str) -> np.ndarray:
+    region = w.cta.shared
+    if not region.shadow[begin : begin + size].all():
+        w.report("uninitialised", f"{what} reads never-written shared memory in {begin:#x} + {size} bytes", line)
+    return region.data[begin : begin + size].copy()
+
+
+def _bulk_store(w, x, lane: int, target: int, source: int, size: int, kind: str | None) -> None:
+    if size % 16 or target % 16:
+        w.report("misaligned", f"bulk copy of {size} bytes to {target:#x}: multiples of 16 are needed", x.line)
+    _check_shared(w, source, size, 16, x.line)
+    text = "a bulk reduction from shared memory" if kind else "a bulk copy from shared memory"
+    agent, epoch = _read_shared(w, _granules(source, size), ("bulk of warp", w.index), x.line, text)
+    held = {}
+
+    def read():
+        held["data"] = _take_shared(w, source, size, x.line, text)
+
+    def write():
+        region, offset = w.machine.memory.bytes_at(target, size)
+        if region.read_only:
+            raise MemoryFault("out_of_bounds", f"bulk store to read-only {region.name}")
+        if kind is None:
+            region.data[offset : offset + size] = held["data"]
+        else:
+            if not region.all_initialised:
+                region.check_initialised(np.arange(offset // 4, (offset + size) // 4), 4, region.base)
+            _add_bytes(region.data[offset : offset + size], held["data"], kind)
+        region.mark(offset, offset + size)
+        w.machine.progress += 1
+
+    op = _issue(w, None, text, x.line, [_guarded(w, x.line, read), _guarded(w, x.line, write)])
+    op.agent, op.epoch = agent, epoch
+    w.bulk_open.setdefault(lane, []).append(op)
+
+
+def _add_bytes(target: np.ndarray, data: np.ndarray, kind: str) -> None:
+    """target += data, element by element (9.7.9.25.4.2)."""
+    if kind == "f32":
+        target.view(F32)[:] = target.view(F32) + data.view(F32)
+    elif kind in ("bf16", "f16"):
+        target.view(U16)[:] = formats.add16(target.view(U16), data.view(U16), kind)
+    elif kind in ("u32", "s32"):
+        target.view(U32)[:] += data.view(U32)
+    elif kind in ("u64", "s64"):
+        target.view(U64)[:] += data.view(U64)
+    else:
+        raise PtxError(f"bulk reduction of {kind} is not modelled")
+
+
+def _tensor_store(w, x, lane: int, tensor_map, at, source: int, kind: str | None) -> None:
+    size = tensor_map.box_bytes
+    _check_shared(w, source, size, 128, x.line)
+    address, inside, shared, chunk = layouts.box_addresses(tensor_map, at, source)
+    text = "a tensor reduction from shared memory" if kind else "a tensor store from shared memory"
+    agent, epoch = _read_shared(w, _granules(source, size), ("bulk of warp", w.index), x.line, text)
+    held = {}
+
+    def read():
+        _take_shared(w, source, size, x.line, text)
+        held["data"] = w.cta.shared.data[shared[:, None] + np.arange(chunk)]
+
+    def write():
+        wanted = address[inside]
+        if len(wanted) == 0:
+            return
+        region = w.machine.memory.find(int(wanted.min()), int(wanted.max()) + chunk - int(wanted.min()))
+        index = (wanted - region.base)[:, None] + np.arange(chunk)
+        values = held["data"][inside]
+        if kind is not None:
+            old = np.ascontiguousarray(region.data[index])
+            _add_bytes(old.reshape(-1), np.ascontiguousarray(values).reshape(-1), kind)
+            values = old
+        region.data[index] = values
+        if not region.all_initialised:
+            region.shadow[index] = 1
+        w.machine.progress += 1
+
+    op = _issue(w, None, text, x.line, [_guarded(w, x.line, read), _guarded(w, x.line, write)])
+    op.agent, op.epoch = agent, epoch
+    w.bulk_open.setdefault(lane, []).append(op)
+
+
+def _build_commit(w, R, m) -> None:
+    """cp.async.bulk.commit_group: a group of each executing thread (9.7.9.25.3.1)."""
+    for lane in lanes_of(m):
+        lane = int(lane)
+        w.bulk_groups.setdefault(lane, []).append(w.bulk_open.pop(lane, []))
+
+
+def _gate_bulk_wait(program, x: Instruction):
+    pending = x.operands[0].value
+    stages = 1 if "read" in x.parts else 2
+
+    def outstanding(w, lanes):
+        for lane in lanes:
+            groups = w.bulk_groups.get(int(lane), [])
+            for group in groups[: len(groups) - pending]:
+                for op in group:
+                    if op.finished < stages:
+                        return True
+        return False
+
+    def gate(w, R, m):
+        lanes = lanes_of(m)
+        if not outstanding(w, lanes):
+            return None
+        return Wait(f"bulk groups, {pending} may be pending", lambda: not outstanding(w, lanes))
+
+    return gate
+
+
+def _wait_done(w, m, x: Instruction) -> None:
+    """The warp has seen its groups' reads: their epochs are known to it."""
+    pending = x.operands[0].value
+    clocks = w.cta.clocks
+    for lane in lanes_of(m):
+        groups = w.bulk_groups.get(int(lane), [])
+        done = groups[: len(groups) - pending] if pending else groups
+        for group in done:
+            for op in group:
+                clocks.now[w.index, op.agent] = max(clocks.now[w.index, op.agent], op.epoch)
+        if all(op.done for g in done for op in g):
+            w.bulk_groups[int(lane)] = groups[len(done) :]
+
+
+# ---- wgmma (9.7.15) ------------------------------------------------------------------------------
+
+
+def _build_wgmma(program, x: Instruction):
+    parts = x.parts
+    if parts[1] == "fence":
+        return _wgmma_fence
+    if parts[1] == "commit_group":
+        return _wgmma_commit
+    if parts[1] == "wait_group":
+        return lambda w, R, m: _wgmma_waited(w, x.operands[0].value)
+    shape = next(p for p in parts if p.startswith("m64n"))
+    n = int(shape[4:].split("k")[0])
+    kinds = parts[-3:]
+    if kinds[0] != "f32" or kinds[1] != kinds[2] or kinds[1] not in ("bf16", "f16") or not shape.endswith("k16"):
+        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+    wide = formats.bf16_to_f32 if kinds[1] == "bf16" else formats.f16_to_f32
+    d = [r.index for r in x.operands[0].items]
+    if len(d) != n // 2:
+        raise PtxError(f"{program.name}, line {x.line}: {len(d)} accumulators for n = {n}")
+    a_registers = isinstance(x.operands[1], Vector)
+    a_indices = [r.index for r in x.operands[1].items] if a_registers else None
+    a_descriptor = None if a_registers else reader(program, x.operands[1], 8)
+    b_descriptor = reader(program, x.operands[2], 8)
+    scale_d = reader(program, x.operands[3], 0)
+    rest = [o.value for o in x.operands[4:]]
+    negate_a, negate_b = rest[0], rest[1]
+    transposed_a = bool(rest[2]) if not a_registers else False
+    transposed_b = bool(rest[-1]) if len(rest) > 2 else False
+    rows, columns = layouts.wgmma_accumulator(n)
+    a_rows, a_columns = layouts.wgmma_a_fragment()
+
+    def mma(w, R, m):
+        if m is not None:
+            w.report("illegal", "wgmma in a diverged warp")
+        if not getattr(w, "wgmma_fenced", False):
+            w.report("race", "wgmma without wgmma.fence before it")
+        accumulate = bool(scale_d(w, R)[0])
+        try:
+            b_offsets, b_granules = _operand(int(b_descriptor(w, R)[0]), n, 16, transposed_b, None, w)
+            if a_registers:
+                a_offsets = None
+                fragment = [R[i] for i in a_indices]
+                granules = b_granules
+            else:
+                a_offsets, a_granules = _operand(int(a_descriptor(w, R)[0]), 64, 16, transposed_a, w.index % 4, w)
+                granules = np.concatenate([a_granules, b_granules])
+        except LayoutError as error:
+            _report_layout(w, error, x.line)
+            return
+        agent, epoch = _read_shared(w, granules, ("wgmma of warp", w.index), x.line, "wgmma")
+        old = _accumulator(w, R, d) if accumulate else None
+        block = np.full((n // 2, LANES), ACCUMULATOR_POISON, U32)
+        for i, register in enumerate(d):
+            R[register] = block[i]
+        w.fragments[d[0]] = (tuple(d), block)
+
+        def act():
+            shared = w.cta.shared
+            view = shared.views[2]
+            if not (shared.shadows[4][granules] == 0x01010101).all():
+                w.report("uninitialised", "wgmma reads never-written shared memory", x.line)
+            b = wide(view[b_offsets].ravel()).reshape(b_offsets.shape)
+            if a_registers:
+                a = np.empty((16, 16), F32)
+                halves = np.stack(fragment).view(U16).reshape(4, LANES, 2)
+                a[a_rows, a_columns] = wide(halves.ravel()).reshape(4, LANES, 2)
+            else:
+                a = wide(view[a_offsets].ravel()).reshape(a_offsets.shape)
+            product = a.astype(np.float64) @ b.astype(np.float64).T
+            if (negate_a == -1) != (negate_b == -1):
+                product = -product
+            result = product[rows, columns]
+            if old is not None:
+                result = result + old.view(F32)
+            block[:] = result.astype(F32).view(U32)
+
+        op = _issue(w, ("wgmma", w.cta.index, w.index), "a wgmma", x.line, [_guarded(w, x.line, act)])
+        op.agent, op.epoch = agent, epoch
+        w.wgmma_open.append(op)
+
+    return mma
+
+
+def _accumulator(w, R: list, indices: list[int]) -> np.ndarray:
+    """[registers, 32] of the accumulator: the block itself where the registers are still its rows."""
+    known = w.fragments.get(indices[0])
+    if known is not None and known[1].shape[0] == len(indices):
+        block = known[1]
+        if all(R[i].base is block for i in indices):
+            return block
+    return np.stack([R[i] for i in indices])
+
+
+_OPERANDS: dict[tuple, tuple] = {}
+
+
+def _operand(descriptor: int, mn: int, k: int, mn_major: bool, quarter: int | None, w):
+    """(16-bit element numbers, granules) of an operand, or of the 16 rows of a warp of the warpgroup."""
+    key = (descriptor, mn, k, mn_major, quarter)
+    found = _OPERANDS.get(key)
+    if found is None:
+        start, leading, stride, width = layouts.wgmma_descriptor(descriptor)
+        address = layouts.operand_offsets(start, leading, stride, width, mn, k, mn_major)
+        if quarter is not None:
+            address = address[16 * quarter : 16 * quarter + 16]
+        found = _OPERANDS[key] = (address // 2, np.unique(address >> 2), int(address.max()) + 2)
+    offsets, granules, end = found
+    if end > w.cta.shared.size:
+        raise LayoutError(f"wgmma descriptor {descriptor:#x} reaches shared byte {end:#x}, past the allocation")
+    return offsets, granules
+
+
+def _wgmma_fence(w, R, m) -> None:
+    w.wgmma_fenced = True
+
+
+def _wgmma_commit(w, R, m) -> None:
+    w.wgmma_groups.append(w.wgmma_open)
+    w.wgmma_open = []
+
+
+def _gate_wgmma_wait(program, x: Instruction):
+    pending = x.operands[0].value
+    converge = gate_converge(program, x, None)
+
+    def outstanding(w):
+        groups = w.wgmma_groups
+        return any(not op.done for g in groups[: len(groups) - pending] for op in g)
+
+    def gate(w, R, m):
+        wait = converge(w, R, m)
+        if wait is not None or not outstanding(w):
+            return wait
+        return Wait(f"wgmma groups, {pending} may be pending", lambda: not outstanding(w))
+
+    return gate
+
+
+def _wgmma_waited(w, pending: int) -> None:
+    groups = w.wgmma_groups
+    done = groups[: len(groups) - pending] if pending else groups
+    for group in done:
+        for op in group:
+            w.cta.clocks.now[w.index, op.agent] = max(w.cta.clocks.now[w.index, op.agent], op.epoch)
+    w.wgmma_groups = groups[len(done) :]

@@ -1,0 +1,1434 @@
+"""The instructions that are not plain expressions: memory, atomics, warp and CTA synchronisation, conversions.
+
+`build(program, instruction)` makes a closure `(warp, registers, mask or None)`; `gate(program, instruction)` makes the
+function that says whether a group of lanes must wait before the instruction. Sections are those of the PTX ISA 9.0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import formats, memory
+from .formats import F32, U16, U32, U64
+from .machine import FULL, LANES, Converge, Mbarrier, Wait
+from .memory import LOCAL_WINDOW, SHARED_WINDOW, MemoryFault
+from .ptx import Address, Immediate, Instruction, PtxError, Register, Sink, Special, Symbol, Vector
+
+I32, I64 = np.int32, np.int64
+UNSIGNED = memory.UNSIGNED
+SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+SPECIALS = {
+    "%ntid.x": lambda w: w.cta.block[0], "%ntid.y": lambda w: w.cta.block[1], "%ntid.z": lambda w: w.cta.block[2],
+    "%ctaid.x": lambda w: w.cta.coordinates[0], "%ctaid.y": lambda w: w.cta.coordinates[1],
+    "%ctaid.z": lambda w: w.cta.coordinates[2], "%nctaid.x": lambda w: w.cta.launch.grid[0],
+    "%nctaid.y": lambda w: w.cta.launch.grid[1], "%nctaid.z": lambda w: w.cta.launch.grid[2],
+    "%cluster_ctarank": lambda w: 0, "%cluster_nctarank": lambda w: 1, "%clock": lambda w: w.machine.instructions,
+    "%clock64": lambda w: w.machine.instructions, "%globaltimer": lambda w: w.machine.instructions,
+    "%smid": lambda w: w.cta.index % w.machine.num_sms, "%nsmid": lambda w: w.machine.num_sms,
+    "%lanemask_lt": lambda w: (1 << np.arange(LANES)) - 1, "%lanemask_eq": lambda w: 1 << np.arange(LANES),
+    "%lanemask_le": lambda w: (2 << np.arange(LANES)) - 1,
+    "%lanemask_gt": lambda w: 0xFFFFFFFF & ~((2 << np.arange(LANES)) - 1),
+    "%lanemask_ge": lambda w: 0xFFFFFFFF & ~((1 << np.arange(LANES)) - 1),
+    # Grid workspace of a cooperative launch, as cooperative_groups reads it.
+    "%envreg1": lambda w: w.cta.launch.grid_workspace >> 32,
+    "%envreg2": lambda w: w.cta.launch.grid_workspace & 0xFFFFFFFF,
+    "%dynamic_smem_size": lambda w: w.cta.launch.shared_bytes,
+    "%total_smem_size": lambda w: w.cta.launch.shared_bytes + w.cta.program.static_shared_bytes,
+}  # fmt: skip
+
+
+def special(w, name: str) -> np.ndarray:
+    value = w.specials.get(name)
+    if value is None or "clock" in name or "timer" in name:
+        kind = U64 if name in ("%clock64", "%globaltimer") else U32
+        value = np.broadcast_to(np.asarray(SPECIALS[name](w)).astype(kind), (LANES,)).copy()
+        w.specials[name] = value
+    return value
+
+
+NAMESPACE = {
+    "np": np, "W": np.where, "S": special, "U8": np.uint8, "U16": U16, "U32": U32, "U64": U64, "I8": np.int8,
+    "I16": np.int16, "I32": I32, "I64": I64, "F32": F32, "F64": np.float64, "fma32": formats.fma32, "ftz": formats.ftz,
+    "ex2": formats.ex2,
+}  # fmt: skip
+
+
+def symbol_value(program, symbol: Symbol) -> int:
+    if symbol.name in program.parameters:
+        return program.parameters[symbol.name].offset + symbol.offset
+    if symbol.name in program.symbols:
+        return program.symbols[symbol.name] + symbol.offset
+    raise PtxError(f"{program.name}: unknown symbol {symbol.name}")
+
+
+# ---- operands ------------------------------------------------------------------------------------
+
+
+def reader(program, operand, size: int):
+    """Function of (warp, registers) that gives the operand's raw bits."""
+    if isinstance(operand, Register):
+        i = operand.index
+        if operand.bytes != size and size and operand.bytes:
+            kind = UNSIGNED[size]
+            return lambda w, R: R[i].astype(kind)
+        return lambda w, R: R[i]
+    if isinstance(operand, (Immediate, Symbol)):
+        value = operand.value if isinstance(operand, Immediate) else symbol_value(program, operand)
+        array = np.full(LANES, bool(value)) if size == 0 else np.full(LANES, value % (1 << 8 * size), UNSIGNED[size])
+        return lambda w, R: array
+    if isinstance(operand, Special):
+        name = operand.name
+        if name in ("%tid.x", "%tid.y", "%tid.z", "%laneid", "%warpid"):
+            return lambda w, R: w.specials[name]
+        return lambda w, R: special(w, name)
+    if isinstance(operand, tuple) and operand[0] == "not":
+        i = operand[1].index
+        return lambda w, R: ~R[i]
+    raise PtxError(f"operand not understood: {operand}")
+
+
+def put(R: list, register, value: np.ndarray, mask) -> None:
+    if isinstance(register, Sink):
+        return
+    i = register.index
+    R[i] = value if mask is None else np.where(mask, value, R[i])
+
+
+def address_reader(program, operand, space: str):
+    """Function of (warp, registers) that gives 64-bit addresses."""
+    offset = 0
+    if isinstance(operand, Address):
+        offset, operand = operand.offset, operand.base
+    base = reader(program, operand, 4 if isinstance(operand, Register) and operand.bytes == 4 else 8)
+    delta = U64(offset % (1 << 64))
+    if space == "shared":
+        return lambda w, R: (base(w, R).astype(U64) + delta) & U64(0xFFFFFFFF)
+    if offset:
+        return lambda w, R: base(w, R).astype(U64) + delta
+    return lambda w, R: base(w, R).astype(U64)
+
+
+def space_of(parts: list[str]) -> str:
+    for p in parts:
+        if p.split("__")[0] in ("global", "shared", "local", "param", "const"):
+            return p.split("__")[0]
+    return "generic"
+
+
+def lanes_of(mask) -> np.ndarray:
+    return np.arange(LANES) if mask is None else np.flatnonzero(mask)
+
+
+# ---- loads and stores (9.7.9.8, 9.7.9.11) --------------------------------------------------------
+
+
+def _split_generic(w, addresses: np.ndarray):
+    """(space, addresses, selection or None) of a generic access."""
+    high = addresses >= U64(SHARED_WINDOW)
+    if not high.any():
+        yield "global", addresses, None
+        return
+    shared = high & (addresses < U64(LOCAL_WINDOW))
+    for name, chosen, base in (
+        ("global", ~high, 0),
+        ("shared", shared, SHARED_WINDOW),
+        ("local", high & ~shared, LOCAL_WINDOW),
+    ):
+        if chosen.all():
+            yield name, addresses - U64(base), None
+        elif chosen.any():
+            yield name, addresses[chosen] - U64(base), chosen
+
+
+def read_memory(w, space: str, addresses: np.ndarray, element: int, count: int) -> list[np.ndarray]:
+    size = element * count
+    memory.check_alignment(addresses, size)
+    if space == "shared":
+        region = w.cta.shared
+        if int(addresses.max()) + size > region.size:
+            raise MemoryFault("out_of_bounds", f"shared load at {int(addresses.max()):#x}, {region.size} allocated")
+        if w.machine.track:
+            text = w.cta.clocks.generic_read(w.index, w.cta.granules(addresses, size), w.line, size < 4)
+            if text:
+                w.report("race", text)
+        return memory.load(region, addresses, element, count)
+    if space == "local":
+        return local_access(w, addresses, element, count, None)
+    if space == "generic":
+        out = None
+        for name, part, chosen in _split_generic(w, addresses):
+            values = read_memory(w, name, part, element, count)
+            if chosen is None:
+                return values
+            if out is None:
+                out = [np.zeros(len(addresses), UNSIGNED[element]) for _ in range(count)]
+            for target, value in zip(out, values):
+                target[chosen] = value
+        return out
+    out = None
+    for region, chosen in w.machine.memory.groups(addresses, size):
+        if chosen is None:
+            return memory.load(region, addresses, element, count)
+        if out is None:
+            out = [np.zeros(len(addresses), UNSIGNED[element]) for _ in range(count)]
+        for target, value in zip(out, memory.load(region, addresses[chosen], element, count)):
+            target[chosen] = value
+    return out
+
+
+def write_memory(w, space: str, addresses: np.ndarray, values: list[np.ndarray], element: int) -> None:
+    size = element * len(values)
+    memory.check_alignment(addresses, size)
+    w.machine.progress += 1
+    if space == "shared":
+        region = w.cta.shared
+        if int(addresses.max()) + size > region.size:
+            raise MemoryFault("out_of_bounds", f"shared store at {int(addresses.max()):#x}, {region.size} allocated")
+        if w.machine.track:
+            text = w.cta.clocks.generic_write(w.index, w.cta.granules(addresses, size), w.line, size < 4)
+            if text:
+                w.report("race", text)
+        memory.store(region, addresses, values, element)
+        return
+    if space == "local":
+        local_access(w, addresses, element, len(values), values)
+        return
+    if space == "generic":
+        for name, part, chosen in _split_generic(w, addresses):
+            write_memory(w, name, part, values if chosen is None else [v[chosen] for v in values], element)
+        return
+    for region, chosen in w.machine.memory.groups(addresses, size):
+        if chosen is None:
+            memory.store(region, addresses, values, element)
+        else:
+            memory.store(region, addresses[chosen], [v[chosen] for v in values], element)
+
+
+def local_access(w, addresses, element: int, count: int, values):
+    """Local memory is private: lane l of the accessing lanes owns row l."""
+    if w.local is None:
+        size = max(w.cta.program.local_bytes, 1)
+        w.local = np.full((LANES, -(-size // 8) * 8), memory.POISON_BYTE, np.uint8)
+    if int(addresses.max()) + element * count > w.local.shape[1]:
+        raise MemoryFault("out_of_bounds", f"local access at {int(addresses.max()):#x}")
+    view = w.local.view(UNSIGNED[element])
+    lanes = w.active_lanes
+    index = (addresses // U64(element)).astype(np.int64)
+    if values is None:
+        return [view[lanes, index + i] for i in range(count)]
+    for i, value in enumerate(values):
+        view[lanes, index + i] = value
+    return None
+
+
+def _items(operand) -> tuple:
+    return operand.items if isinstance(operand, Vector) else (operand,)
+
+
+def element_bytes(kind: str) -> int:
+    return {"f16": 2, "bf16": 2, "f16x2": 4, "bf16x2": 4, "f32": 4, "f64": 8}.get(kind) or int(kind[1:]) // 8
+
+
+def build_ld(program, x: Instruction):
+    parts, kind = x.parts, x.parts[-1]
+    element, targets = element_bytes(kind), _items(x.operands[0])
+    space = space_of(parts)
+    if space == "const":
+        space = "global"
+    if space == "param":
+        address = x.operands[1]
+        if isinstance(address.base, Symbol):
+            offset = symbol_value(program, address.base) + address.offset
+
+            def ld_param(w, R, m):
+                for i, target in enumerate(targets):
+                    put(R, target, widen(w.cta.launch.parameter(offset + i * element, element), kind, target), m)
+
+            return ld_param
+        where = address_reader(program, address, space)
+
+        def ld_param_at(w, R, m):
+            addresses = where(w, R)
+            for i, target in enumerate(targets):
+                values = np.zeros(LANES, UNSIGNED[element])
+                for lane in lanes_of(m):
+                    values[lane] = w.cta.launch.parameter(int(addresses[lane]) + i * element, element)[0]
+                put(R, target, widen(values, kind, target), m)
+
+        return ld_param_at
+    where = address_reader(program, x.operands[1], space)
+    count = len(targets)
+
+    def ld(w, R, m):
+        addresses = where(w, R)
+        if m is None:
+            w.active_lanes = slice(None)
+            for target, value in zip(targets, read_memory(w, space, addresses, element, count)):
+                if type(target) is Register:
+                    R[target.index] = value if target.bytes == element else widen(value, kind, target)
+            return
+        w.active_lanes = np.flatnonzero(m)
+        for target, value in zip(targets, read_memory(w, space, addresses[m], element, count)):
+            if type(target) is Register:
+                new = R[target.index].copy()
+                new[m] = widen(value, kind, target)
+                R[target.index] = new
+
+    return ld
+
+
+def widen(value: np.ndarray, kind: str, target) -> np.ndarray:
+    """Sign- or zero-extended to the register's width."""
+    size = value.dtype.itemsize
+    if not isinstance(target, Register) or target.bytes == size:
+        return value
+    if kind[0] == "s":
+        return value.view(SIGNED[size]).astype(SIGNED[target.bytes]).view(UNSIGNED[target.bytes])
+    return value.astype(UNSIGNED[target.bytes])
+
+
+def build_st(program, x: Instruction):
+    parts, kind = x.parts, x.parts[-1]
+    element = element_bytes(kind)
+    space = space_of(parts)
+    where = address_reader(program, x.operands[0], space)
+    sources = [reader(program, v, element) for v in _items(x.operands[1])]
+
+    def st(w, R, m):
+        addresses = where(w, R)
+        values = [s(w, R) for s in sources]
+        if m is None:
+            w.active_lanes = slice(None)
+            write_memory(w, space, addresses, values, element)
+        else:
+            w.active_lanes = np.flatnonzero(m)
+            write_memory(w, space, addresses[m], [v[m] for v in values], element)
+
+    return st
+
+
+# ---- atomics (9.7.13.7 atom, 9.7.13.8 red) -------------------------------------------------------
+
+
+def _atomic_function(op: str, kind: str, flush: bool):
+    """Function (old bits, operand bits, second operand bits) -> new bits, of arrays."""
+    if kind in ("f32", "f64"):
+        real = np.float32 if kind == "f32" else np.float64
+        raw = UNSIGNED[element_bytes(kind)]
+        if op == "add":
+            if flush:
+                return lambda a, b, c: formats.ftz(formats.ftz(a.view(real)) + formats.ftz(b.view(real))).view(raw)
+            return lambda a, b, c: (a.view(real) + b.view(real)).view(raw)
+    if kind in ("f16", "bf16") and op == "add":
+        return lambda a, b, c: formats.add16(a, b, kind)
+    if kind in ("f16x2", "bf16x2") and op == "add":
+        return lambda a, b, c: formats.pair_map(lambda p, q: formats.add16(p, q, kind), a, b)
+    signed = SIGNED[element_bytes(kind)] if kind[0] == "s" else UNSIGNED[element_bytes(kind)]
+    raw = UNSIGNED[element_bytes(kind)]
+    functions = {
+        "add": lambda a, b, c: a + b,
+        "and": lambda a, b, c: a & b,
+        "or": lambda a, b, c: a | b,
+        "xor": lambda a, b, c: a ^ b,
+        "exch": lambda a, b, c: b,
+        "min": lambda a, b, c: np.minimum(a.view(signed), b.view(signed)).view(raw),
+        "max": lambda a, b, c: np.maximum(a.view(signed), b.view(signed)).view(raw),
+        "cas": lambda a, b, c: np.where(a == b, c, a),
+        "inc": lambda a, b, c: np.where(a >= b, raw(0), a + raw(1)),
+        "dec": lambda a, b, c: np.where((a == 0) | (a > b), b, a - raw(1)),
+    }
+    if op not in functions:
+        raise PtxError(f"atomic {op}.{kind} is not modelled")
+    return functions[op]
+
+
+def build_atomic(program, x: Instruction):
+    parts, kind = x.parts, x.parts[-1]
+    if kind.startswith("L2"):
+        raise PtxError(f"{x.opcode} is not modelled")
+    has_result = parts[0] == "atom"
+    operands = list(x.operands)
+    target = operands.pop(0) if has_result else Sink()
+    op = next(p for p in parts if p in ("add", "and", "or", "xor", "exch", "min", "max", "cas", "inc", "dec"))
+    element, space = element_bytes(kind), space_of(parts)
+    where = address_reader(program, operands[0], space)
+    sources = [reader(program, v, element) for v in _items(operands[1])]
+    second = reader(program, operands[2], element) if op == "cas" else None
+    flush = kind == "f32" and space == "global"
+    function = _atomic_function(op, kind, flush)
+    targets = _items(target)
+
+    def atomic(w, R, m):
+        lanes = lanes_of(m)
+        addresses = where(w, R)[lanes]
+        values = [s(w, R)[lanes] for s in sources]
+        third = second(w, R)[lanes] if second else values[0]
+        olds = atomic_update(w, space, addresses, values, third, element, function)
+        if has_result:
+            for t, old in zip(targets, olds):
+                if isinstance(t, Register):
+                    new = R[t.index].copy()
+                    new[lanes] = old
+                    R[t.index] = new
+
+    return atomic
+
+
+def atomic_update(w, space, addresses, values, third, element: int, function) -> list[np.ndarray]:
+    """Applies `function` lane by lane, in lane order; returns the old values."""
+    memory.check_alignment(addresses, element * len(values))
+    w.machine.progress += 1
+    if space == "generic":
+        pieces = list(_split_generic(w, addresses))
+        space, addresses = pieces[0][0], pieces[0][1]
+        if len(pieces) > 1:
+            raise PtxError("an atomic over several address spaces is not modelled")
+    size = element * len(values)
+    if space == "shared":
+        region = w.cta.shared
+        if int(addresses.max()) + size > region.size:
+            raise MemoryFault("out_of_bounds", f"shared atomic at {int(addresses.max()):#x}")
+        pieces = [(region, None)]
+    else:
+        pieces = list(w.machine.memory.groups(addresses, size))
+    olds = [np.zeros(len(addresses), UNSIGNED[element]) for _ in values]
+    for region, chosen in pieces:
+        if region.read_only:
+            raise MemoryFault("out_of_bounds", f"atomic on read-only {region.name}")
+        which = np.arange(len(addresses)) if chosen is None else np.flatnonzero(chosen)
+        index = ((addresses[which] - U64(region.base)) // U64(element)).astype(np.int64)
+        view = region.views[element]
+        unique = len(np.unique(index)) == len(index)
+        for i, value in enumerate(values):
+            at = index + i
+            if not region.all_initialised:
+                region.check_initialised(at, element, region.base)
+            if unique:
+                olds[i][which] = view[at]
+                view[at] = function(view[at], value[which], third[which])
+            else:
+                for lane, position in zip(which, at):
+                    old = view[position : position + 1].copy()
+                    olds[i][lane] = old[0]
+                    view[position] = function(old, value[lane : lane + 1], third[lane : lane + 1])[0]
+    return olds
+
+
+# ---- warp instructions (9.7.9.6 shfl, 9.7.13.9 vote, 9.7.13.10 match, 9.7.13.12 redux) -----------
+
+
+def build_shfl(program, x: Instruction):
+    mode = x.parts[2]
+    target, b, c, d = x.operands[0], x.operands[2], x.operands[3], x.operands[1]
+    source, lane_operand, clamp = (reader(program, v, 4) for v in (d, b, c))
+    first = target.items[0] if isinstance(target, Vector) else target
+    flag = target.items[1] if isinstance(target, Vector) else Sink()
+    lane = np.arange(LANES)
+
+    def shfl(w, R, m):
+        value = source(w, R)
+        b_value = (lane_operand(w, R) & U32(31)).astype(np.int64)
+        c_value = clamp(w, R).astype(np.int64)
+        segment = c_value >> 8 & 31
+        limit = c_value & 31
+        max_lane = (lane & segment) | (limit & ~segment)
+        min_lane = lane & segment
+        if mode == "up":
+            j = lane - b_value
+            valid = j >= max_lane
+        elif mode == "down":
+            j = lane + b_value
+            valid = j <= max_lane
+        elif mode == "bfly":
+            j = lane ^ b_value
+            valid = j <= max_lane
+        else:
+            j = min_lane | (b_value & ~segment)
+            valid = j <= max_lane
+        j = np.where(valid, j, lane)
+        active = FULL if m is None else m
+        if not active[j[active]].all():
+            w.report("illegal", "shfl reads a lane that does not take part")
+        put(R, first, value[j], m)
+        put(R, flag, valid, m)
+
+    return shfl
+
+
+def build_vote(program, x: Instruction):
+    mode, kind = x.parts[2], x.parts[-1]
+    source = reader(program, x.operands[1], 0)
+
+    def vote(w, R, m):
+        p = source(w, R)
+        active = FULL if m is None else m
+        if mode == "ballot":
+            bits = int(np.packbits(p & active, bitorder="little").view(U32)[0])
+            put(R, x.operands[0], np.full(LANES, bits, U32), m)
+            return
+        chosen = p[active]
+        result = {"any": chosen.any(), "all": chosen.all(), "uni": chosen.all() or not chosen.any()}[mode]
+        put(R, x.operands[0], np.full(LANES, bool(result)), m)
+
+    del kind
+    return vote
+
+
+def build_match(program, x: Instruction):
+    mode, kind = x.parts[1], x.parts[-1]
+    source = reader(program, x.operands[1], element_bytes(kind))
+    target = x.operands[0]
+
+    def match(w, R, m):
+        value = source(w, R)
+        active = FULL if m is None else m
+        if mode == "any":
+            equal = (value[:, None] == value[None, :]) & active[None, :]
+            bits = np.packbits(equal, axis=1, bitorder="little").view(U32)[:, 0]
+            put(R, target, bits, m)
+            return
+        same = bool((value[active] == value[active][0]).all())
+        bits = int(np.packbits(active, bitorder="little").view(U32)[0]) if same else 0
+        items = _items(target)
+        put(R, items[0], np.full(LANES, bits, U32), m)
+        if len(items) > 1:
+            put(R, items[1], np.full(LANES, same), m)
+
+    return match
+
+
+def build_redux(program, x: Instruction):
+    op, kind = x.parts[2], x.parts[-1]
+    source = reader(program, x.operands[1], 4)
+
+    def redux(w, R, m):
+        value = source(w, R)[FULL if m is None else m]
+        if kind == "s32":
+            value = value.view(I32)
+        if kind == "f32":
+            value = value.view(F32)
+        functions = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
+        result = {**functions, "xor": np.bitwise_xor}[op].reduce(value)
+        put(R, x.operands[0], np.full(LANES, result, value.dtype).view(U32), m)
+
+    return redux
+
+
+def build_elect(program, x: Instruction):
+    """9.7.13.15 elect.sync: one lane of the mask, here the lowest."""
+    items = _items(x.operands[0])
+
+    def elect(w, R, m):
+        leader = int(np.argmax(FULL if m is None else m))
+        put(R, items[0], np.full(LANES, leader, U32), m)
+        put(R, items[1], np.arange(LANES) == leader, m)
+
+    return elect
+
+
+def build_activemask(program, x: Instruction):
+    def activemask(w, R, m):
+        bits = int(np.packbits(FULL if m is None else m, bitorder="little").view(U32)[0])
+        put(R, x.operands[0], np.full(LANES, bits, U32), m)
+
+    return activemask
+
+
+# ---- integer leftovers ---------------------------------------------------------------------------
+
+
+def _divide(a: np.ndarray, b: np.ndarray, remainder: bool) -> np.ndarray:
+    """Truncating division; by zero gives unspecified values, here all ones (9.7.1.8)."""
+    safe = np.where(b == 0, a.dtype.type(1), b)
+    if a.dtype.kind == "u":
+        out = a % safe if remainder else a // safe
+    elif remainder:
+        out = np.fmod(a, safe)
+    else:
+        out = (a - np.fmod(a, safe)) // safe
+    return np.where(b == 0, a.dtype.type(-1 if a.dtype.kind == "i" else np.iinfo(a.dtype).max), out)
+
+
+def build_div(program, x: Instruction):
+    kind = x.parts[-1]
+    n = element_bytes(kind)
+    a, b = reader(program, x.operands[1], n), reader(program, x.operands[2], n)
+    raw = UNSIGNED[n]
+    if kind in ("f32", "f64"):
+        real = F32 if kind == "f32" else np.float64
+        return lambda w, R, m: put(
+            R, x.operands[0], (a(w, R).view(real).astype(np.float64) / b(w, R).view(real)).astype(real).view(raw), m
+        )
+    view = SIGNED[n] if kind[0] == "s" else raw
+    remainder = x.parts[0] == "rem"
+    return lambda w, R, m: put(
+        R, x.operands[0], _divide(a(w, R).view(view), b(w, R).view(view), remainder).view(raw), m
+    )
+
+
+def _unary(function, n_in: int):
+    def make(program, x: Instruction):
+        source = reader(program, x.operands[1], n_in or element_bytes(x.parts[-1]))
+        return lambda w, R, m: put(R, x.operands[0], function(source(w, R)), m)
+
+    return make
+
+
+def _popcount(v):
+    return np.unpackbits(v.view(np.uint8).reshape(LANES, -1), axis=1).sum(1).astype(U32)
+
+
+def _leading_zeros(v):
+    bits = np.unpackbits(v.view(np.uint8).reshape(LANES, -1)[:, ::-1], axis=1)
+    return np.where(bits.any(1), bits.argmax(1), bits.shape[1]).astype(U32)
+
+
+def _reverse_bits(v):
+    raw = v.view(np.uint8).reshape(LANES, -1)
+    bits = np.unpackbits(raw, axis=1, bitorder="little")[:, ::-1]
+    return np.packbits(np.ascontiguousarray(bits), axis=1, bitorder="little").view(v.dtype)[:, 0]
+
+
+def build_bfind(program, x: Instruction):
+    kind = x.parts[-1]
+    source = reader(program, x.operands[1], element_bytes(kind))
+    bits = 8 * element_bytes(kind)
+
+    def bfind(w, R, m):
+        v = source(w, R)
+        if kind[0] == "s":
+            v = np.where(v.view(SIGNED[bits // 8]) < 0, ~v, v)
+        zeros = _leading_zeros(v).astype(np.int64)
+        found = zeros if "shiftamt" in x.parts else bits - 1 - zeros
+        put(R, x.operands[0], np.where(zeros == bits, 0xFFFFFFFF, found).astype(U32), m)
+
+    return bfind
+
+
+def build_bfe(program, x: Instruction):
+    """9.7.1.19."""
+    kind = x.parts[-1]
+    n = element_bytes(kind)
+    a, b, c = reader(program, x.operands[1], n), reader(program, x.operands[2], 4), reader(program, x.operands[3], 4)
+
+    def bfe(w, R, m):
+        out = np.zeros(LANES, UNSIGNED[n])
+        for i, (v, p, length) in enumerate(zip(a(w, R), b(w, R) & U32(255), c(w, R) & U32(255))):
+            v, p, length, msb = int(v), int(p), int(length), 8 * n - 1
+            field = (v >> p) & ((1 << length) - 1)
+            if kind[0] == "s" and length:
+                sign = v >> min(p + length - 1, msb) & 1
+                if sign:
+                    have = min(length, max(0, msb + 1 - p))
+                    field |= -1 << have
+            out[i] = field % (1 << 8 * n)
+        put(R, x.operands[0], out, m)
+
+    return bfe
+
+
+def build_bfi(program, x: Instruction):
+    """9.7.1.20: inserts `d` bits of a into b at c."""
+    n = element_bytes(x.parts[-1])
+    a, b = reader(program, x.operands[1], n), reader(program, x.operands[2], n)
+    c, d = reader(program, x.operands[3], 4), reader(program, x.operands[4], 4)
+    limit = (1 << 8 * n) - 1
+
+    def bfi(w, R, m):
+        positions, lengths = c(w, R) & U32(255), d(w, R) & U32(255)
+        if (positions == positions[0]).all() and (lengths == lengths[0]).all():
+            p, length = int(positions[0]), int(lengths[0])
+            field = ((1 << length) - 1) << p & limit
+            shifted = a(w, R) << UNSIGNED[n](p) if p < 8 * n else np.zeros(LANES, UNSIGNED[n])
+            out = (shifted & UNSIGNED[n](field)) | (b(w, R) & UNSIGNED[n](limit ^ field))
+        else:
+            out = np.zeros(LANES, UNSIGNED[n])
+            for i in range(LANES):
+                p, length = int(positions[i]), int(lengths[i])
+                field = ((1 << length) - 1) << p & limit
+                out[i] = (int(a(w, R)[i]) << p & field) | (int(b(w, R)[i]) & (limit ^ field))
+        put(R, x.operands[0], out, m)
+
+    return bfi
+
+
+def build_prmt(program, x: Instruction):
+    """9.7.9.7, default mode."""
+    if x.parts[-1] != "b32" or len(x.parts) != 2:
+        raise PtxError(f"{x.opcode} is not modelled")
+    a, b, c = (reader(program, v, 4) for v in x.operands[1:4])
+
+    def prmt(w, R, m):
+        pool = np.stack([a(w, R), b(w, R)], 1).view(np.uint8).reshape(LANES, 8)
+        selector = c(w, R)
+        out = np.zeros((LANES, 4), np.uint8)
+        for i in range(4):
+            s = (selector >> U32(4 * i)) & U32(15)
+            value = pool[np.arange(LANES), (s & U32(7)).astype(np.int64)]
+            out[:, i] = np.where(s & U32(8), np.where(value & 128, 255, 0), value)
+        put(R, x.operands[0], out.view(U32)[:, 0], m)
+
+    return prmt
+
+
+def build_shf(program, x: Instruction):
+    """9.7.8.8 funnel shift."""
+    left, clamp = x.parts[1] == "l", "clamp" in x.parts
+    a, b, c = (reader(program, v, 4) for v in x.operands[1:4])
+
+    def shf(w, R, m):
+        n = c(w, R)
+        n = np.minimum(n, U32(32)) if clamp else n & U32(31)
+        both = b(w, R).astype(U64) << U64(32) | a(w, R)
+        n = n.astype(U64)
+        out = ((both << n) >> U64(32)) if left else both >> n
+        put(R, x.operands[0], (out & U64(0xFFFFFFFF)).astype(U32), m)
+
+    return shf
+
+
+def build_lop3(program, x: Instruction):
+    a, b, c = (reader(program, v, 4) for v in x.operands[1:4])
+    table = x.operands[4].value
+
+    def lop3(w, R, m):
+        va, vb, vc = a(w, R), b(w, R), c(w, R)
+        out = np.zeros(LANES, U32)
+        for i in range(8):
+            if table >> i & 1:
+                out |= (va if i & 4 else ~va) & (vb if i & 2 else ~vb) & (vc if i & 1 else ~vc)
+        put(R, x.operands[0], out, m)
+
+    return lop3
+
+
+def build_mul_hi(program, x: Instruction):
+    kind = x.parts[-1]
+    n = element_bytes(kind)
+    sources = [reader(program, v, n) for v in x.operands[1:]]
+
+    def mul_hi(w, R, m):
+        kind_view = SIGNED[n] if kind[0] == "s" else UNSIGNED[n]
+        v = [s(w, R) for s in sources]
+        products = [int(p) * int(q) >> 8 * n for p, q in zip(v[0].view(kind_view), v[1].view(kind_view))]
+        out = np.array([p % (1 << 8 * n) for p in products], UNSIGNED[n])
+        put(R, x.operands[0], out + v[2] if len(v) > 2 else out, m)
+
+    return mul_hi
+
+
+# ---- floating point ------------------------------------------------------------------------------
+
+
+def build_f32x2(program, x: Instruction):
+    """9.7.3: add, mul, fma of packed pairs, each half rounded once."""
+    op = x.parts[0]
+    sources = [reader(program, v, 8) for v in x.operands[1:]]
+
+    def f32x2(w, R, m):
+        v = [np.ascontiguousarray(s(w, R)).view(F32) for s in sources]
+        if "ftz" in x.parts:
+            v = [formats.ftz(u) for u in v]
+        out = {"add": lambda: v[0] + v[1], "sub": lambda: v[0] - v[1], "mul": lambda: v[0] * v[1]}
+        result = formats.fma32(v[0], v[1], v[2]) if op == "fma" else out[op]()
+        if "ftz" in x.parts:
+            result = formats.ftz(result)
+        put(R, x.operands[0], np.ascontiguousarray(result).view(U64), m)
+
+    return f32x2
+
+
+def build_half(program, x: Instruction):
+    """9.7.4: add, sub, mul, fma, min, max, neg, abs of f16, bf16 and their pairs, one rounding."""
+    op, kind = x.parts[0], x.parts[-1]
+    n = element_bytes(kind)
+    sources = [reader(program, v, n) for v in x.operands[1:]]
+    wide = formats.bf16_to_f32 if kind.startswith("bf16") else formats.f16_to_f32
+    narrow = formats.f32_to_bf16 if kind.startswith("bf16") else formats.f32_to_f16
+
+    def one(*v):
+        if op == "neg":
+            return v[0] ^ U16(0x8000)
+        if op == "abs":
+            return v[0] & U16(0x7FFF)
+        f = [wide(u).astype(np.float64) for u in v]
+        if op in ("min", "max"):
+            return narrow(getattr(np, f"f{op}")(f[0], f[1]).astype(F32))
+        exact = {"add": lambda: f[0] + f[1], "sub": lambda: f[0] - f[1], "mul": lambda: f[0] * f[1]}
+        total = f[0] * f[1] + f[2] if op == "fma" else exact[op]()
+        if kind.startswith("bf16"):
+            return _round_odd(total, narrow)
+        return np.where(np.isnan(total), U16(0x7FFF), total.astype(np.float16).view(U16))
+
+    def half(w, R, m):
+        v = [s(w, R) for s in sources]
+        put(R, x.operands[0], formats.pair_map(one, *v) if n == 4 else one(*v), m)
+
+    return half
+
+
+def _round_odd(total: np.ndarray, narrow) -> np.ndarray:
+    """Double to bf16 with one rounding: through a float32 rounded to odd."""
+    single = total.astype(F32)
+    bits = single.view(U32)
+    inexact = np.isfinite(single) & (single.astype(np.float64) != total) & ((bits & U32(1)) == 0)
+    away = np.abs(single.astype(np.float64)) < np.abs(total)
+    bits = np.where(inexact, np.where(away, bits + U32(1), bits - U32(1)), bits)
+    return narrow(bits.view(F32))
+
+
+def build_math(program, x: Instruction):
+    op, kind = x.parts[0], x.parts[-1]
+    flush = "ftz" in x.parts
+    if kind not in ("f32",):
+        raise PtxError(f"{x.opcode} is not modelled")
+    source = reader(program, x.operands[1], 4)
+    function = {
+        "ex2": formats.ex2, "lg2": formats.lg2, "rcp": formats.rcp, "rsqrt": formats.rsqrt, "sqrt": np.sqrt,
+        "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
+    }[op]  # fmt: skip
+
+    def math(w, R, m):
+        v = source(w, R).view(F32)
+        v = function(formats.ftz(v) if flush else v).astype(F32)
+        put(R, x.operands[0], (formats.ftz(v) if flush else v).view(U32), m)
+
+    return math
+
+
+def build_minmax(program, x: Instruction):
+    """min/max.f32 with .NaN or three inputs (9.7.3.11, 9.7.3.12)."""
+    op = x.parts[0]
+    if x.parts[-1] != "f32" or "xorsign" in x.parts:
+        raise PtxError(f"{x.opcode} is not modelled")
+    sources = [reader(program, v, 4) for v in x.operands[1:]]
+    function = getattr(np, f"{op}imum" if "NaN" in x.parts else f"f{op}")
+
+    def minmax(w, R, m):
+        v = [s(w, R).view(F32) for s in sources]
+        out = v[0]
+        for u in v[1:]:
+            out = function(out, u)
+        put(R, x.operands[0], out.view(U32), m)
+
+    return minmax
+
+
+def build_cvt(program, x: Instruction):
+    """9.7.9.21. Integer to integer is inlined."""
+    parts = [p for p in x.parts[1:] if p not in ("ftz", "sat", "satfinite", "relu")]
+    to, source_kind = parts[-2], parts[-1]
+    rounding = parts[0] if parts[0] in ("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi") else "rn"
+    relu = "relu" in x.parts
+    if "satfinite" in x.parts or "sat" in x.parts:
+        raise PtxError(f"{x.opcode} is not modelled")
+    target = x.operands[0]
+    sources = [reader(program, v, element_bytes(source_kind)) for v in x.operands[1:]]
+    wide = {
+        "f32": lambda v: v.view(F32),
+        "bf16": formats.bf16_to_f32,
+        "f16": formats.f16_to_f32,
+        "f64": lambda v: v.view(np.float64),
+    }
+
+    def narrow(kind: str, v):
+        v = v.astype(F32) if v.dtype != np.float64 else v
+        if relu:
+            v = np.where(v > 0, v, np.where(np.isnan(v), v, F32(0)))
+        if kind == "bf16":
+            return formats.f32_to_bf16_rz(v) if rounding == "rz" else formats.f32_to_bf16(v)
+        if kind == "f16" and rounding == "rn":
+            return formats.f32_to_f16(v)
+        if kind == "f32":
+            return v.astype(F32).view(U32)
+        if kind == "f64":
+            return v.astype(np.float64).view(U64)
+        raise PtxError(f"{x.opcode} is not modelled")
+
+    if to in ("bf16x2", "f16x2"):
+        half = to[:-2]
+
+        def cvt_pair(w, R, m):
+            a, b = (narrow(half, s(w, R).view(F32)) for s in sources)
+            put(R, target, a.astype(U32) << U32(16) | b, m)
+
+        return cvt_pair
+    if to in ("f32", "f64", "bf16", "f16") and source_kind in wide:
+        return lambda w, R, m: put(R, target, narrow(to, wide[source_kind](sources[0](w, R))), m)
+    if to in ("f32", "f64", "bf16", "f16"):  # from an integer
+        n = element_bytes(source_kind)
+        view = SIGNED[n] if source_kind[0] == "s" else UNSIGNED[n]
+
+        def cvt_int(w, R, m):
+            v = sources[0](w, R).view(view)
+            put(R, target, narrow(to, v.astype(F32) if to != "f64" else v.astype(np.float64)), m)
+
+        return cvt_int
+    n = element_bytes(to)  # float to integer, clamped, NaN -> 0
+    information = np.iinfo(SIGNED[n] if to[0] == "s" else UNSIGNED[n])
+    rounder = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding]
+
+    def cvt_to_int(w, R, m):
+        v = rounder(wide[source_kind](sources[0](w, R)).astype(np.float64))
+        v = np.where(np.isnan(v), 0, v)
+        exact = [min(max(int(np.clip(u, -1e30, 1e30)), int(information.min)), int(information.max)) for u in v]
+        put(R, target, np.array(exact, information.dtype).view(UNSIGNED[n]), m)
+
+    return cvt_to_int
+
+
+# ---- barriers of warps and CTAs (9.7.13.1, 9.7.13.2) ---------------------------------------------
+
+
+def _barrier_operands(program, x: Instruction):
+    ops = list(x.operands)
+    predicate = None
+    if "red" in x.parts:
+        ops.pop(0)
+        predicate = reader(program, ops.pop(), 0)
+    number = reader(program, ops[0], 4)
+    count = reader(program, ops[1], 4) if len(ops) > 1 else None
+    return number, count, predicate
+
+
+def _barrier_arrive(w, x: Instruction, number: int, count: int | None, votes, needs_all: bool):
+    """Adds this warp to the barrier; returns (barrier, generation)."""
+    cta = w.cta
+    if number > 15:
+        w.report("illegal", f"barrier number {number}", x.line)
+    barrier = cta.named_barrier(number)
+    if count is None:
+        count = LANES * len(cta.warps)
+        exited = sum(v.finished for v in cta.warps)
+    else:
+        exited = 0
+        if count % LANES or count == 0:
+            w.report("barrier", f"barrier {number} with {count} threads, not a multiple of the warp size", x.line)
+    if barrier.expected is not None and barrier.expected != count:
+        w.report(
+            "barrier",
+            f"barrier {number} expects {barrier.expected} threads, this warp says {count}",
+            x.line,
+        )
+    barrier.expected = count
+    barrier.arrived += LANES
+    if barrier.arrived > count:
+        w.report("barrier", f"barrier {number}: more than {count} threads arrive", x.line)
+    token = cta.clocks.release(w.index)
+    for mine, other in zip(barrier.gathering, token):
+        np.maximum(mine, other, out=mine)
+    if votes is not None:
+        barrier.votes = [
+            barrier.votes[0] + int(votes.sum()),
+            barrier.votes[1] and bool(votes.all()),
+            barrier.votes[2] or bool(votes.any()),
+        ]
+    generation = barrier.generation
+    _barrier_settle(barrier, exited)
+    w.machine.progress += 1
+    return barrier, generation
+
+
+def _barrier_settle(barrier, exited: int) -> None:
+    if barrier.expected is not None and barrier.arrived and barrier.arrived + exited * LANES >= barrier.expected:
+        barrier.generation += 1
+        barrier.done = barrier.gathering
+        barrier.gathering = barrier.clocks.zero()
+        barrier.result, barrier.votes = tuple(barrier.votes), [0, True, False]
+        barrier.arrived, barrier.expected = 0, None
+
+
+def gate_barrier(program, x: Instruction):
+    number, count, predicate = _barrier_operands(program, x)
+    all_threads = count is None
+
+    def gate(w, R, m):
+        if not _converged(w, m):
+            return Converge("the other lanes of its warp at a barrier")
+        n = int(number(w, R)[lanes_of(m)[0]])
+        c = int(count(w, R)[lanes_of(m)[0]]) if count else None
+        votes = predicate(w, R)[FULL if m is None else m] if predicate else None
+        barrier, generation = _barrier_arrive(w, x, n, c, votes, True)
+
+        def ready():
+            if barrier.generation == generation and all_threads:
+                _barrier_settle(barrier, sum(v.finished for v in w.cta.warps))
+            return barrier.generation > generation
+
+        w.pending_barrier = barrier
+        return Wait(f"barrier {n}", ready) if not ready() else None
+
+    return gate
+
+
+def build_barrier(program, x: Instruction):
+    """After the wait: acquires, and delivers the vote."""
+    number, _, _ = _barrier_operands(program, x)
+    op = next((p for p in x.parts if p in ("popc", "and", "or")), None)
+
+    def barrier_done(w, R, m):
+        barrier = w.cta.named_barrier(int(number(w, R)[lanes_of(m)[0]]))
+        w.cta.clocks.acquire(w.index, barrier.done)
+        if op == "popc":
+            put(R, x.operands[0], np.full(LANES, barrier.result[0], U32), m)
+        elif op:
+            put(R, x.operands[0], np.full(LANES, barrier.result[1 if op == "and" else 2]), m)
+
+    return barrier_done
+
+
+def build_barrier_arrive(program, x: Instruction):
+    number, count, _ = _barrier_operands(program, x)
+
+    def arrive(w, R, m):
+        lane = lanes_of(m)[0]
+        _barrier_arrive(w, x, int(number(w, R)[lane]), int(count(w, R)[lane]), None, False)
+
+    return arrive
+
+
+def _converged(w, m) -> bool:
+    return m is None or not (w.alive & ~m).any()
+
+
+def gate_converge(program, x: Instruction, mask_operand: int | None):
+    """The lanes of the instruction's member mask must execute it together."""
+    members = reader(program, x.operands[mask_operand], 4) if mask_operand is not None else None
+
+    def gate(w, R, m):
+        if m is None:
+            return None
+        if members is None:
+            needed = FULL
+        else:
+            bits = int(members(w, R)[lanes_of(m)[0]])
+            needed = (bits >> np.arange(LANES) & 1).astype(bool)
+        if (needed & w.alive & ~m).any():
+            return Converge("the other lanes of its member mask")
+        return None
+
+    return gate
+
+
+# ---- mbarrier (9.7.13.15) ------------------------------------------------------------------------
+
+
+def mbarrier_at(w, address: int, line: int):
+    barrier = w.cta.mbarriers.get(address)
+    if barrier is None:
+        if address % 8:
+            w.report("misaligned", f"mbarrier at {address:#x}", line)
+        w.report("barrier", f"the mbarrier at {address:#x} is not initialised", line)
+    return barrier
+
+
+def _shared_address(program, operand, parts: list[str]):
+    space = space_of(parts)
+    where = address_reader(program, operand, space)
+    if space == "shared":
+        return where
+    return lambda w, R: where(w, R) - U64(SHARED_WINDOW)
+
+
+def build_mbarrier(program, x: Instruction):
+    parts = x.parts
+    op = parts[1]
+    if op == "init":
+        where = _shared_address(program, x.operands[0], parts)
+        count = reader(program, x.operands[1], 4)
+
+        def init(w, R, m):
+            for lane in lanes_of(m):
+                address, n = int(where(w, R)[lane]), int(count(w, R)[lane])
+                if address % 8:
+                    w.report("misaligned", f"mbarrier.init at {address:#x}, not a multiple of 8")
+                if address + 8 > w.cta.shared.size:
+                    w.report("out_of_bounds", f"mbarrier.init at {address:#x}, past shared memory")
+                if not 1 <= n < 1 << 20:
+                    w.report("illegal", f"mbarrier.init with {n} arrivals")
+                if address in w.cta.mbarriers:
+                    w.report("barrier", f"mbarrier.init of the live mbarrier at {address:#x}, without mbarrier.inval")
+                barrier = w.cta.mbarriers[address] = Mbarrier(n, w.cta.clocks)
+                barrier.owner, barrier.owner_epoch = w.index, int(w.cta.clocks.now[w.index, w.index])
+                w.cta.shared.mark(address, address + 8)
+            w.machine.progress += 1
+
+        return init
+    if op == "inval":
+        where = _shared_address(program, x.operands[0], parts)
+
+        def inval(w, R, m):
+            for lane in lanes_of(m):
+                address = int(where(w, R)[lane])
+                mbarrier_at(w, address, x.line)
+                w.cta.mbarriers.pop(address, None)
+
+        return inval
+    if op in ("arrive", "arrive_drop"):
+        return _build_mbarrier_arrive(program, x)
+    if op in ("expect_tx", "complete_tx"):
+        where = _shared_address(program, x.operands[0], parts)
+        count = reader(program, x.operands[1], 4)
+        sign = 1 if op == "expect_tx" else -1
+
+        def expect(w, R, m):
+            for lane in lanes_of(m):
+                barrier = mbarrier_at(w, int(where(w, R)[lane]), x.line)
+                if barrier:
+                    barrier.transactions += sign * int(count(w, R)[lane])
+                    barrier.settle() if sign < 0 else None
+            w.machine.progress += 1
+
+        return expect
+    if op in ("try_wait", "test_wait"):
+        return _build_mbarrier_wait(program, x)
+    raise PtxError(f"{x.opcode} is not modelled")
+
+
+def _build_mbarrier_arrive(program, x: Instruction):
+    parts = x.parts
+    operands = list(x.operands)
+    has_state = not isinstance(operands[0], Address)
+    state = operands.pop(0) if has_state else Sink()
+    where = _shared_address(program, operands[0], parts)
+    expect = "expect_tx" in parts
+    extra = reader(program, operands[1], 4) if len(operands) > 1 else None
+    drop = parts[1] == "arrive_drop"
+
+    def arrive(w, R, m):
+        states = np.zeros(LANES, U64)
+        token = w.cta.clocks.release(w.index)
+        for lane in lanes_of(m):
+            barrier = mbarrier_at(w, int(where(w, R)[lane]), x.line)
+            if barrier is None:
+                continue
+            states[lane] = barrier.phase
+            arrivals = 1
+            if extra is not None:
+                if expect:
+                    barrier.transactions += int(extra(w, R)[lane])
+                else:
+                    arrivals = int(extra(w, R)[lane])
+            if barrier.pending < arrivals:
+                w.report(
+                    "barrier",
+                    f"arrival at mbarrier {int(where(w, R)[lane]):#x} whose {barrier.expected} arrivals of phase "
+                    f"{barrier.phase} are complete",
+                )
+            if "relaxed" not in parts:
+                barrier.join(token)
+            barrier.pending -= arrivals
+            if drop:
+                barrier.expected -= 1
+            barrier.settle()
+        w.machine.progress += 1
+        if isinstance(state, Register):
+            put(R, state, states, m)
+
+    return arrive
+
+
+def _wait_operands(program, x: Instruction):
+    parts = x.parts
+    where = _shared_address(program, x.operands[1], parts)
+    parity = "parity" in parts
+    state = reader(program, x.operands[2], 4 if parity else 8)
+    return where, state, parity
+
+
+def _ready(w, R, lane: int, where, state, parity: bool, line: int):
+    barrier = mbarrier_at(w, int(where(w, R)[lane]), line)
+    if barrier is None:
+        return None, True
+    value = int(state(w, R)[lane])
+    return barrier, barrier.completed(value & 1) if parity else barrier.phase > value
+
+
+def gate_mbarrier(program, x: Instruction):
+    """try_wait blocks until the phase completes; lanes of which some are ready go on."""
+    where, state, parity = _wait_operands(program, x)
+
+    def gate(w, R, m):
+        w.line = x.line
+        lanes = lanes_of(m)
+        addresses, values = where(w, R)[lanes], state(w, R)[lanes]
+        if len(lanes) > 1 and (addresses == addresses[0]).all() and (values == values[0]).all():
+            lanes = lanes[:1]
+        pairs = [_ready(w, R, lane, where, state, parity, x.line) for lane in lanes]
+        if any(done for _, done in pairs):
+            return None
+        value = int(state(w, R)[lanes[0]])
+        barriers = [(b, int(state(w, R)[lane])) for (b, _), lane in zip(pairs, lanes)]
+        return Wait(
+            f"mbarrier {int(where(w, R)[lanes[0]]):#x} {'parity' if parity else 'phase'} {value}",
+            lambda: any(b.completed(v & 1) if parity else b.phase > v for b, v in barriers),
+        )
+
+    return gate
+
+
+def _build_mbarrier_wait(program, x: Instruction):
+    where, state, parity = _wait_operands(program, x)
+    target = x.operands[0]
+
+    def wait(w, R, m):
+        lanes = lanes_of(m)
+        out = np.zeros(LANES, bool)
+        addresses, values = where(w, R), state(w, R)
+        if (addresses[lanes] == addresses[lanes[0]]).all() and (values[lanes] == values[lanes[0]]).all():
+            barrier, done = _ready(w, R, lanes[0], where, state, parity, x.line)
+            out[:] = done
+            seen = [barrier] if done and barrier else []
+        else:
+            seen = []
+            for lane in lanes:
+                barrier, out[lane] = _ready(w, R, lane, where, state, parity, x.line)
+                if out[lane] and barrier:
+                    seen.append(barrier)
+        for barrier in seen:
+            if "relaxed" not in x.parts:
+                w.cta.clocks.acquire(w.index, barrier.done)
+        put(R, target, out, m)
+
+    return wait
+
+
+# ---- registers (9.7.19.5) ------------------------------------------------------------------------
+
+
+def gate_setmaxnreg(program, x: Instruction):
+    wanted = x.operands[0].value
+    if x.parts[1] != "inc":
+        return gate_converge(program, x, None)
+
+    def gate(w, R, m):
+        if not _converged(w, m):
+            return Converge("the other lanes of its warp at setmaxnreg")
+        need = (wanted - w.register_count) * LANES
+        if w.cta.register_pool >= need:
+            return None
+        return Wait(f"{need} registers, {w.cta.register_pool} free", lambda: w.cta.register_pool >= need)
+
+    return gate
+
+
+def build_setmaxnreg(program, x: Instruction):
+    wanted = x.operands[0].value
+    increase = x.parts[1] == "inc"
+
+    def setmaxnreg(w, R, m):
+        if wanted % 8 or not 24 <= wanted <= 256:
+            w.report("illegal", f"setmaxnreg {wanted}: expected a multiple of 8 in [24, 256]")
+        if (wanted < w.register_count) if increase else (wanted > w.register_count):
+            w.report("illegal", f"setmaxnreg.{x.parts[1]} to {wanted} with {w.register_count} registers")
+        group = w.index // 4
+        chosen = w.cta.__dict__.setdefault("setmaxnreg_lines", {}).setdefault(group, {})
+        for other, lines in chosen.items():
+            mine = chosen.get(w.index, [])
+            if other != w.index and len(lines) > len(mine) and lines[len(mine)] != x.line:
+                w.report(
+                    "illegal",
+                    f"warps {other} and {w.index} of a warpgroup execute setmaxnreg at lines {lines[len(mine)]} and "
+                    f"{x.line}: all four must execute the same one",
+                )
+        chosen.setdefault(w.index, []).append(x.line)
+        w.cta.register_pool -= (wanted - w.register_count) * LANES
+        w.register_count = wanted
+        w.machine.progress += 1
+
+    return setmaxnreg
+
+
+# ---- matrices through shared memory (9.7.14.5.15, 9.7.14.5.16) -----------------------------------
+
+
+def build_matrix(program, x: Instruction):
+    """ldmatrix and stmatrix m8n8.b16: lane 8i + r gives the address of row r of matrix i."""
+    parts = x.parts
+    if "m8n8" not in parts or parts[-1] != "b16":
+        raise PtxError(f"{x.opcode} is not modelled")
+    count = int(next(p for p in parts if p in ("x1", "x2", "x4"))[1:])
+    store, transposed = parts[0] == "stmatrix", "trans" in parts
+    address, vector = (x.operands[0], x.operands[1]) if store else (x.operands[1], x.operands[0])
+    where = _shared_address(program, address, parts)
+    items = _items(vector)
+    lane = np.arange(LANES)
+    # Element h of lane l: row l/4, column 2(l%4) + h; transposed: the other way round.
+    line_number, position = lane // 4, 2 * (lane % 4)
+
+    def matrix(w, R, m):
+        rows = where(w, R)[: 8 * count]
+        memory.check_alignment(rows, 16)
+        if int(rows.max()) + 16 > w.cta.shared.size:
+            raise MemoryFault("out_of_bounds", f"{parts[0]} at {int(rows.max()):#x}")
+        if store:
+            data = np.empty((count, 8, 8), U16)
+            for i, item in enumerate(items):
+                halves = np.ascontiguousarray(R[item.index]).view(U16).reshape(LANES, 2)
+                for h in range(2):
+                    if transposed:
+                        data[i, position + h, line_number] = halves[:, h]
+                    else:
+                        data[i, line_number, position + h] = halves[:, h]
+            flat = data.reshape(count * 8, 8)
+            write_memory(
+                w,
+                "shared",
+                rows,
+                [np.ascontiguousarray(flat[:, 4 * i : 4 * i + 4]).view(U64)[:, 0] for i in range(2)],
+                8,
+            )
+            return
+        values = read_memory(w, "shared", rows, 8, 2)
+        data = np.stack(values, 1).view(U16).reshape(count, 8, 8)
+        for i, item in enumerate(items):
+            halves = np.empty((LANES, 2), U16)
+            for h in range(2):
+                halves[:, h] = data[i, position + h, line_number] if transposed else data[i, line_number, position + h]
+            put(R, item, halves.view(U32)[:, 0], m)
+
+    return matrix
+
+
+# ---- the rest ------------------------------------------------------------------------------------
+
+
+def _nothing(program, x: Instruction):
+    return lambda w, R, m: None
+
+
+def build_fence(program, x: Instruction):
+    """9.7.13.4. Generic fences need no state here: memory is sequentially consistent between warps."""
+    parts = x.parts
+    if "proxy" in parts and any(p.startswith("async") for p in parts):
+        return lambda w, R, m: w.cta.clocks.fence_proxy(w.index)
+    return lambda w, R, m: None
+
+
+def build_trap(program, x: Instruction):
+    def trap(w, R, m):
+        w.report("trap", "the kernel executes trap")
+        w.groups = []
+
+    return trap
+
+
+def build_isspacep(program, x: Instruction):
+    space = x.parts[1]
+    source = reader(program, x.operands[1], 8)
+
+    def isspacep(w, R, m):
+        a = source(w, R)
+        shared = (a >= U64(SHARED_WINDOW)) & (a < U64(LOCAL_WINDOW))
+        local = a >= U64(LOCAL_WINDOW)
+        put(R, x.operands[0], {"shared": shared, "local": local, "global": ~(shared | local)}[space.split("__")[0]], m)
+
+    return isspacep
+
+
+def build_createpolicy(program, x: Instruction):
+    return lambda w, R, m: put(R, x.operands[0], np.full(LANES, 1 << 60, U64), m)
+
+
+def build_mapa(program, x: Instruction):
+    source = reader(program, x.operands[1], element_bytes(x.parts[-1]))
+    return lambda w, R, m: put(R, x.operands[0], source(w, R), m)
+
+
+_BUILDERS = {
+    "ld": build_ld, "ldu": build_ld, "st": build_st, "atom": build_atomic, "red": build_atomic, "shfl": build_shfl,
+    "vote": build_vote, "match": build_match, "redux": build_redux, "elect": build_elect,
+    "activemask": build_activemask, "div": build_div, "rem": build_div, "popc": _unary(_popcount, 0),
+    "clz": _unary(_leading_zeros, 0), "brev": _unary(_reverse_bits, 0), "bfind": build_bfind, "bfe": build_bfe,
+    "bfi": build_bfi, "prmt": build_prmt, "shf": build_shf, "lop3": build_lop3, "ex2": build_math, "lg2": build_math,
+    "rcp": build_math, "rsqrt": build_math, "sqrt": build_math, "tanh": build_math, "sin": build_math,
+    "cos": build_math, "cvt": build_cvt, "mbarrier": build_mbarrier, "setmaxnreg": build_setmaxnreg,
+    "stmatrix": build_matrix, "ldmatrix": build_matrix, "fence": build_fence, "membar": build_fence,
+    "trap": build_trap, "brkpt": build_trap, "isspacep": build_isspacep, "createpolicy": build_createpolicy,
+    "mapa": build_mapa, "prefetch": _nothing, "prefetchu": _nothing, "applypriority": _nothing, "discard": _nothing,
+    "nanosleep": _nothing, "griddepcontrol": _nothing, "pmevent": _nothing,
+}  # fmt: skip
+
+
+def build(program, x: Instruction):
+    """The closure of one instruction.
+
+    Raises:
+        PtxError: it is not modelled.
+    """
+    from . import asynchronous
+
+    op, kind = x.parts[0], x.parts[-1]
+    if op in ("bar", "barrier"):
+        action = next((p for p in x.parts[1:] if p in ("warp", "arrive", "sync", "red", "cluster")), None)
+        if action == "warp" or action == "cluster":
+            return _nothing(program, x)
+        return build_barrier_arrive(program, x) if action == "arrive" else build_barrier(program, x)
+    if op in asynchronous.OPCODES:
+        return asynchronous.build(program, x)
+    if op in ("add", "sub", "mul", "fma", "mad", "min", "max", "neg", "abs"):
+        if kind == "f32x2":
+            return build_f32x2(program, x)
+        if kind.startswith(("f16", "bf16")):
+            return build_half(program, x)
+        if "hi" in x.parts:
+            return build_mul_hi(program, x)
+        if op in ("min", "max"):
+            return build_minmax(program, x)
+    if op not in _BUILDERS:
+        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+    return _BUILDERS[op](program, x)
+
+
+_CONVERGE_MASK = {"shfl": -1, "vote": -1, "match": -1, "redux": -1, "elect": -1}
+
+
+def is_gated(x: Instruction) -> bool:
+    """Whether a group of lanes may have to wait before the instruction, which therefore starts a block."""
+    parts = x.parts
+    op = parts[0]
+    if op in ("bar", "barrier"):
+        return "arrive" not in parts
+    if op == "mbarrier":
+        return parts[1] == "try_wait"
+    if op == "cp":
+        return "wait_group" in parts or "wait_all" in parts
+    return op in ("shfl", "vote", "match", "redux", "elect", "setmaxnreg", "wgmma", "tcgen05", "ldmatrix", "stmatrix")
+
+
+def gate(program, x: Instruction):
+    inner = _gate(program, x)
+    if x.predicate is None or inner is None:
+        return inner
+    i, negated = x.predicate.index, x.negated
+
+    def predicated(w, R, m):
+        mask = ~R[i] if negated else R[i]
+        mask = mask if m is None else mask & m
+        if not mask.any():
+            return None
+        return inner(w, R, None if mask.all() else mask)
+
+    return predicated
+
+
+def _gate(program, x: Instruction):
+    from . import asynchronous
+
+    op = x.parts[0]
+    if op in ("bar", "barrier"):
+        if "warp" in x.parts:
+            return gate_converge(program, x, 0)
+        if "cluster" in x.parts:
+            return None
+        return gate_barrier(program, x)
+    if op == "mbarrier":
+        return gate_mbarrier(program, x)
+    if op == "setmaxnreg":
+        return gate_setmaxnreg(program, x)
+    if op in asynchronous.OPCODES:
+        return asynchronous.gate(program, x)
+    if op in _CONVERGE_MASK:
+        return gate_converge(program, x, _CONVERGE_MASK[op])
+    return gate_converge(program, x, None)

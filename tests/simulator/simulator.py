@@ -1,0 +1,426 @@
+"""The public face: a simulated device that runs msa_ext's CUDA path, or single PTX kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from . import fatbin, layouts, memory, ptx, shim
+from .machine import Launch, Machine, Profile, Report, SimulationError
+from .ptx import PtxError
+from .translate import LANES, Program
+
+DEVICES = {"b200": ("NVIDIA B200 (simulated)", 10, 0, 148), "h200": ("NVIDIA H200 (simulated)", 9, 0, 132)}
+MMA_ORDERS = ("issue", "isa")
+
+
+@dataclass
+class _Launch(Launch):
+    """A launch and its parameter block."""
+
+    parameter_base: np.uint64 = np.uint64(0)
+    parameter_cache: dict = None
+    grid_workspace: int = 0
+
+    def parameter(self, offset: int, size: int) -> np.ndarray:
+        key = offset, size
+        value = self.parameter_cache.get(key)
+        if value is None:
+            region = self.parameters
+            if offset + size > region.size:
+                raise memory.MemoryFault("out_of_bounds", f"parameter bytes {offset} + {size} of {region.size}")
+            raw = region.data[offset : offset + size].tobytes()
+            value = np.full(LANES, int.from_bytes(raw, "little"), memory.UNSIGNED[size])
+            self.parameter_cache[key] = value
+        return value
+
+
+class Module:
+    """Parsed PTX whose variables live in simulated memory."""
+
+    def __init__(self, simulator: Simulator, text: str):
+        self.parsed = ptx.parse(text)
+        self.addresses: dict[str, int] = {}
+        self.programs: dict[str, Program] = {}
+        self.buffers = []
+        for variable in self.parsed.variables.values():
+            if variable.space in ("global", "const") and variable.bytes:
+                address = simulator.allocate(
+                    variable.bytes, variable.initial.ljust(variable.bytes, b"\0"), name=variable.name
+                )
+                self.addresses[variable.name] = address
+
+    def program(self, name: str) -> Program:
+        if name not in self.programs:
+            matches = [k for k in self.parsed.kernels if k == name] or [k for k in self.parsed.kernels if name in k]
+            if len(matches) != 1:
+                raise KeyError(f"kernel {name!r}: expected one of {', '.join(self.parsed.kernels)}")
+            self.programs[name] = Program(self.parsed, self.parsed.kernels[matches[0]], self.addresses)
+        return self.programs[name]
+
+
+_PARSED: dict[str, ptx.Module] = {}
+
+
+class Simulator:
+    """A simulated device, as a context manager.
+
+    Inside the block msa_ext's CUDA path runs in the simulator on CPU tensors; `launch` runs a single PTX kernel.
+
+    Args:
+        device: "b200" or "h200".
+        num_sms: default: the device's.
+        num_devices: devices the CUDA runtime reports.
+        mode: "eager" (asynchronous work is done at issue), "late" (at the last moment) or "random".
+        seed: of the adversary and the scheduler.
+        mma_order: "issue" (one thread's MMAs execute in order) or "isa" (only the order the ISA promises).
+        checks: severity "error", "warning" or "off" by check name, see machine.DEFAULT_CHECKS.
+
+    Attributes:
+        reports: findings of severity warning and error, oldest first.
+    """
+
+    _active: Simulator | None = None
+
+    def __init__(
+        self,
+        device: str = "b200",
+        num_sms: int | None = None,
+        num_devices: int = 1,
+        mode: str = "late",
+        seed: int = 0,
+        mma_order: str = "issue",
+        checks: dict[str, str] | None = None,
+    ):
+        if device not in DEVICES:
+            raise ValueError(f"device: expected one of {', '.join(DEVICES)}, got {device!r}")
+        if mma_order not in MMA_ORDERS:
+            raise ValueError(f"mma_order: expected one of {', '.join(MMA_ORDERS)}, got {mma_order!r}")
+        self.name, self.major, self.minor, sms = DEVICES[device]
+        self.num_devices = num_devices
+        self.machine = Machine(num_sms=num_sms or sms, mode=mode, seed=seed, checks=checks)
+        self.machine.mma_order = mma_order
+        self.launches: list[tuple[str, tuple[int, int, int], float]] = []
+        self._buffers: dict[int, np.ndarray] = {}
+        self._modules: dict[object, Module] = {}
+        self._stack = contextlib.ExitStack()
+        self._stubs: dict[int, tuple[int, str]] = {}
+        self._fatbins: dict[int, int] = {}
+        self.error: BaseException | None = None
+
+    # ---- memory
+
+    @property
+    def reports(self) -> list[Report]:
+        return self.machine.reports
+
+    def allocate(self, size: int, data: bytes | None = None, *, name: str = "allocation") -> int:
+        """Address of `size` new bytes, 256-byte aligned, uninitialised without `data`."""
+        raw = np.full(size + 256, memory.POISON_BYTE, np.uint8)
+        start = -raw.ctypes.data % 256
+        address = raw.ctypes.data + start
+        if data is not None:
+            raw[start : start + size] = np.frombuffer(data[:size], np.uint8)
+        self._buffers[address] = raw
+        self.machine.memory.register(address, size, initialised=data is not None, name=name, keep=raw)
+        return address
+
+    def free(self, address: int) -> None:
+        """Gives memory of `allocate` back."""
+        self.machine.memory.unregister(self.machine.memory.find(address, 1))
+        self._buffers.pop(address)
+
+    def array(self, data: np.ndarray | None = None, *, shape=None, dtype=None, name: str = "array") -> np.ndarray:
+        """A device array: a copy of `data`, or an uninitialised one of `shape` and `dtype`."""
+        like = np.asarray(data) if data is not None else np.empty(shape, dtype)
+        address = self.allocate(like.nbytes, like.tobytes() if data is not None else None, name=name)
+        return memory.host_bytes(address, like.nbytes).view(like.dtype).reshape(like.shape)
+
+    def register(self, tensor, *, initialised: bool, name: str) -> None:
+        """Makes a CPU torch tensor's storage accessible to kernels."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return
+        known = self.machine.memory
+        address, size = storage.data_ptr(), storage.nbytes()
+        for region in known.regions:
+            if region.base <= address and address + size <= region.base + region.size:
+                if getattr(region, "storage", None) == storage._cdata or region.name.startswith("workspace"):
+                    return
+        region = known.register(address, size, initialised=initialised, name=name, keep=tensor)
+        region.storage = storage._cdata
+
+    # ---- single kernels
+
+    def load(self, text: str) -> Module:
+        """Parses PTX text."""
+        key = hashlib.sha256(text.encode()).digest()
+        if key not in self._modules:
+            self._modules[key] = Module(self, text)
+        return self._modules[key]
+
+    def launch(self, module: Module | str, kernel: str, grid, block, *arguments, shared_bytes: int = 0) -> None:
+        """Runs one kernel of a module or PTX text to its end.
+
+        `arguments` are device arrays (passed as addresses), Python ints and floats (converted to the parameter's
+        size), or bytes.
+
+        Raises:
+            SimulationError: a check of severity error fired.
+            PtxError: the kernel has something that is not modelled.
+        """
+        if isinstance(module, str):
+            module = self.load(module)
+        program = module.program(kernel)
+        data = bytearray(program.kernel.parameter_bytes)
+        if len(arguments) != len(program.kernel.parameters):
+            raise TypeError(f"{kernel}: expected {len(program.kernel.parameters)} arguments, got {len(arguments)}")
+        for parameter, value in zip(program.kernel.parameters, arguments):
+            if isinstance(value, np.ndarray):
+                value = value.ctypes.data
+            if isinstance(value, float):
+                value = np.float32(value).tobytes()
+            if isinstance(value, (int, np.integer)):
+                value = (int(value) % (1 << 8 * parameter.bytes)).to_bytes(parameter.bytes, "little")
+            if len(value) != parameter.bytes:
+                raise TypeError(f"{kernel}: expected {parameter.bytes} bytes for {parameter.name}, got {len(value)}")
+            data[parameter.offset : parameter.offset + parameter.bytes] = value
+        self._run(program, grid, block, shared_bytes, bytes(data), False)
+
+    def tensor_map(self, array: np.ndarray, box: tuple[int, ...], *, swizzle: int = 0, kind: str = "bf16") -> bytes:
+        """128 bytes describing a C-contiguous array, box and sizes innermost first, as the driver would make them."""
+        codes = {"bf16": 9, "f16": 6, "f32": 7}
+        sizes = tuple(reversed(array.shape))
+        strides = tuple(reversed(array.strides))[1:]
+        mode = {0: 0, 32: 1, 64: 2, 128: 3}[swizzle]
+        return layouts.encode_tensor_map(
+            codes[kind], array.ndim, array.ctypes.data, sizes, strides, box, (1,) * array.ndim, 0, mode, 0
+        )
+
+    def _run(self, program: Program, grid, block, shared_bytes: int, parameters: bytes, cooperative: bool) -> None:
+        def three(x):
+            return (x, 1, 1) if isinstance(x, int) else (*x, 1, 1)[:3]
+
+        size = max(len(parameters), 1)
+        address = self.allocate(size, parameters or b"\0", name=f"parameters of {program.name}")
+        region = self.machine.memory.find(address, size)
+        region.read_only = True
+        launch = _Launch(program, three(grid), three(block), shared_bytes, region, cooperative)
+        launch.parameter_base, launch.parameter_cache = np.uint64(address), {}
+        if cooperative:
+            launch.grid_workspace = self.allocate(64, bytes(64), name="cooperative grid workspace")
+        before = self.machine.instructions
+        try:
+            self.machine.run(launch)
+        finally:
+            self.machine.memory.unregister(region)
+            self._buffers.pop(address)
+            if cooperative:
+                self.free(launch.grid_workspace)
+            self.machine.engine.queues.clear()
+        self.launches.append((program.name, launch.grid, self.machine.instructions - before))
+
+    # ---- msa_ext
+
+    def __enter__(self) -> Simulator:
+        if Simulator._active is not None:
+            raise RuntimeError("Simulator: another one is active")
+        self._connect()
+        try:
+            import msa_ext._runtime as runtime
+        except ImportError:
+            runtime = None
+        if runtime is not None:
+            self._patch(runtime)
+        Simulator._active = self
+        return self
+
+    def __exit__(self, *exception) -> None:
+        Simulator._active = None
+        self._stack.close()
+        self.machine.memory.__init__()
+        self._modules.clear()
+
+    def _connect(self) -> None:
+        library = shim.load()
+        self._callbacks = shim.LAUNCH(self._on_launch), shim.MEMSET(self._on_memset), shim.ENCODE(self._on_encode)
+        library.msa_sim_connect(*self._callbacks)
+        library.msa_sim_device(
+            self.name.encode(), self.major, self.minor, self.machine.num_sms, ctypes.c_int(self.num_devices)
+        )
+        self._library = library
+
+    def _patch(self, runtime) -> None:
+        import torch
+
+        from msa_ext import debug
+
+        simulator = self
+
+        def workspace(total_bytes, sections, device):
+            tensor = torch.full((total_bytes,), memory.POISON_BYTE, dtype=torch.uint8)
+            simulator._workspace = tensor
+            for name, offset, size in sections:
+                if size:
+                    region = simulator.machine.memory.register(
+                        tensor.data_ptr() + offset,
+                        size,
+                        initialised=False,
+                        name=f"workspace section {name}",
+                        keep=tensor,
+                    )
+                    region.storage = None
+            return tensor
+
+        def empty(shape, dtype, device):
+            tensor = torch.empty(shape, dtype=dtype)
+            tensor.view(torch.uint8).fill_(memory.POISON_BYTE) if tensor.numel() else None
+            simulator.register(tensor, initialised=False, name="an output")
+            return tensor
+
+        def address(tensor):
+            if tensor.numel():
+                workspace_tensor = getattr(simulator, "_workspace", None)
+                if workspace_tensor is None or tensor.data_ptr() != workspace_tensor.data_ptr():
+                    simulator.register(tensor, initialised=True, name="an argument")
+            return tensor.data_ptr() if tensor.numel() else 0
+
+        replaced = {
+            "is_cuda": lambda device: True,
+            "capability": lambda device: (simulator.major, simulator.minor),
+            "guard": lambda device: contextlib.nullcontext(),
+            "stream": lambda device: 0,
+            "empty": empty,
+            "workspace": workspace,
+            "address": address,
+            "synchronize": lambda device: None,
+            "is_capturing": lambda device: False,
+        }
+        for name, function in replaced.items():
+            self._stack.callback(setattr, runtime, name, getattr(runtime, name))
+            setattr(runtime, name, function)
+        flags = dict(debug._last)
+        debug._last.clear()
+        self._stack.callback(lambda: (debug._last.clear(), debug._last.update(flags)))
+
+    # ---- callbacks of the shim
+
+    def _fail(self, error: BaseException) -> int:
+        self.error = error
+        self._library.msa_sim_message(str(error).encode()[:4000])
+        return 1
+
+    def _find(self, stub: int) -> Program:
+        if stub not in self._stubs:
+            fatbins, stubs = self._fatbins, self._stubs
+
+            def on_function(handle, address, name):
+                stubs[address] = handle, name.decode()
+
+            keep = (
+                shim.FATBIN(lambda wrapper, handle: fatbins.__setitem__(handle, wrapper)),
+                shim.FUNCTION(on_function),
+                shim.VARIABLE(lambda *a: None),
+            )
+            self._library.msa_sim_each(*keep)
+        if stub not in self._stubs:
+            raise SimulationError(f"launch of an unregistered kernel at {stub:#x}")
+        handle, name = self._stubs[stub]
+        if handle not in self._modules:
+            entries = dict(fatbin.ptx_entries(fatbin.from_memory(self._fatbins[handle])))
+            arch = self.major * 10 + self.minor
+            if arch not in entries:
+                raise SimulationError(f"{name}: no PTX for sm_{arch}, only for {sorted(entries)}")
+            self._modules[handle] = Module(self, entries[arch])
+        return self._modules[handle].program(name)
+
+    def _on_launch(self, stub, sizes, arguments, shared_bytes, stream, cooperative, overlap) -> int:
+        try:
+            program = self._find(stub)
+            data = bytearray(program.kernel.parameter_bytes)
+            for i, parameter in enumerate(program.kernel.parameters):
+                value = ctypes.string_at(arguments[i], parameter.bytes)
+                data[parameter.offset : parameter.offset + parameter.bytes] = value
+            grid, block = tuple(sizes[0:3]), tuple(sizes[3:6])
+            self._run(program, grid, block, shared_bytes, bytes(data), bool(cooperative))
+        except (SimulationError, PtxError, memory.MemoryFault, KeyError, ValueError) as error:
+            return self._fail(error)
+        except BaseException as error:  # an exception cannot cross the C frames
+            import traceback
+
+            traceback.print_exc()
+            return self._fail(error)
+        return 0
+
+    def _on_memset(self, target, value, size, stream) -> int:
+        if size == 0:
+            return 0
+        covered = 0
+        for region in self.machine.memory.regions:
+            low, high = max(region.base, target), min(region.base + region.size, target + size)
+            if low < high:
+                region.data[low - region.base : high - region.base] = value & 0xFF
+                region.mark(low - region.base, high - region.base)
+                covered += high - low
+        if covered == 0:
+            return self._fail(SimulationError(f"cudaMemsetAsync at {target:#x}, outside every allocation"))
+        return 0
+
+    def _on_encode(self, target, kind, rank, address, sizes, strides, box, element_strides, interleave, mode, l2, fill):
+        try:
+
+            def values(pointer, kind_, count):
+                return tuple((kind_ * count).from_address(pointer)) if count else ()
+
+            raw = layouts.encode_tensor_map(
+                kind, rank, address or 0, values(sizes, ctypes.c_uint64, rank),
+                values(strides, ctypes.c_uint64, rank - 1), values(box, ctypes.c_uint32, rank),
+                values(element_strides, ctypes.c_uint32, rank), interleave, mode, fill,
+            )  # fmt: skip
+            if target % 64:
+                raise layouts.LayoutError(f"tensor map at {target:#x}, not a multiple of 64")
+            ctypes.memmove(target, raw, 128)
+        except (layouts.LayoutError, ValueError) as error:
+            return self._fail(error)
+        return 0
+
+    # ---- profile
+
+    @contextlib.contextmanager
+    def profiled(self):
+        """Counts executed warp instructions inside the block; yields a `Profile`."""
+        self.machine.profile = Profile()
+        try:
+            yield self.machine.profile
+        finally:
+            self.machine.profile = None
+
+
+def compile_ptx(source: Path, arch: str = "sm_90a", *options: str) -> str:
+    """PTX of a .cu file, compiled by nvcc once and cached.
+
+    Raises:
+        RuntimeError: nvcc fails.
+    """
+    root = Path(__file__).resolve().parents[2]
+    includes = [root / "csrc", root / "third_party/cutlass/include"]
+    key = hashlib.sha256(source.read_bytes() + repr((arch, options)).encode()).hexdigest()[:16]
+    target = shim.cache_directory() / f"{source.stem}.{arch}.{key}.ptx"
+    if not target.exists():
+        new = target.with_suffix(f".{os.getpid()}")
+        command = [
+            "nvcc", "-std=c++17", "--expt-relaxed-constexpr", f"-arch={arch}", "-ptx", "-o", str(new), str(source),
+            *(f"-I{i}" for i in includes), *options,
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"nvcc failed on {source.name}:\n{done.stderr}")
+        os.replace(new, target)
+    return target.read_text()

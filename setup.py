@@ -40,12 +40,17 @@ def unpack_cutlass() -> Path:
 class CMakeBuild(build_ext):
     """One CMake build for the one extension; incremental in build/<interpreter tag>."""
 
+    def run(self) -> None:
+        # setuptools clears `inplace` while it builds.
+        self.into_source_tree = bool(self.inplace or self.editable_mode)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         import pybind11
 
         build = ROOT / "build" / sysconfig.get_config_var("SOABI")
         build.mkdir(parents=True, exist_ok=True)
-        # An editable install has no wheel beside it: look in this interpreter's site-packages too.
+        # A module in the source tree has no wheel beside it: it looks in this interpreter's site-packages.
         rpath = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "lib"
         nvcc = find_nvcc()
         configure = [
@@ -59,7 +64,7 @@ class CMakeBuild(build_ext):
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DMSA_ARCHS={os.environ.get('MSA_ARCHS', '90a,100a')}",
             f"-DMSA_CUTLASS_INCLUDE={unpack_cutlass()}",
-            f"-DMSA_CUDART_RPATH={rpath if self.editable_mode or self.inplace else ''}",
+            f"-DMSA_CUDART_RPATH={rpath if self.into_source_tree else ''}",
             f"-DMSA_BUILD_TESTS={'ON' if os.environ.get('MSA_BUILD_TESTS') == '1' else 'OFF'}",
         ]  # fmt: skip
         subprocess.run(configure, check=True)

@@ -1,0 +1,100 @@
+"""What the build promises: architectures, the run-time library, the pinned headers, and clear failures."""
+
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from msa_ext import _runtime
+
+ROOT = Path(__file__).parents[1]
+FATBIN_MAGIC = struct.pack("<IHH", 0xBA55ED50, 1, 16)
+PTX, SASS = 1, 2
+
+
+@pytest.fixture(scope="module")
+def extension():
+    try:
+        return _runtime.extension()
+    except RuntimeError as error:
+        pytest.skip(f"pure-Python install: {error}")
+
+
+def _fatbin_entries(content: bytes) -> set[tuple[int, int]]:
+    """(kind, architecture number) of every entry of every fat binary in the file."""
+    entries, at = set(), -8
+    while (at := content.find(FATBIN_MAGIC, at + 8)) >= 0:
+        if at % 8:  # the same bytes in some instruction
+            at -= 7
+            continue
+        (size,) = struct.unpack_from("<Q", content, at + 8)
+        entry, end = at + 16, at + 16 + size
+        while entry < end:
+            kind, _, header, payload = struct.unpack_from("<HHIQ", content, entry)
+            entries.add((kind, struct.unpack_from("<I", content, entry + 28)[0]))
+            entry += header + payload
+    return entries
+
+
+def test_every_architecture_has_sass_and_ptx(extension):
+    entries = _fatbin_entries(Path(extension.__file__).read_bytes())
+    numbers = {int(arch.rstrip("af")) for arch in extension.built_archs()}
+    assert numbers and entries == {(kind, number) for kind in (PTX, SASS) for number in numbers}
+
+
+def test_cudart_comes_from_the_wheel(extension):
+    """Without a toolkit in the library path the wheel's libcudart is the one found."""
+    pytest.importorskip("nvidia")
+    code = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('msa_ext._C', {extension.__file__!r})\n"
+        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
+        "print([line.split()[-1] for line in open('/proc/self/maps') if 'libcudart' in line][0])\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "/nvidia/cu13/lib/libcudart.so.13" in done.stdout
+
+
+def test_unpacking_cutlass_again_needs_no_network():
+    if not (ROOT / "third_party/cutlass/UNPACKED").exists():
+        pytest.skip("the headers are not unpacked: a pure-Python install")
+    environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "https_proxy": "http://127.0.0.1:9"}
+    script = ROOT / "third_party/unpack_cutlass.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (Path(done.stdout.strip()) / "cute" / "layout.hpp").exists()
+    assert list((ROOT / "third_party/cutlass").glob("LICENSE*"))
+
+
+def test_no_nvcc_is_a_clear_error(tmp_path):
+    """PATH with a Python only, no CUDA_HOME."""
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "CUDA_HOME": ""}
+    code = (
+        "import runpy, setuptools\n"
+        "setuptools.setup = lambda **options: None\n"
+        f"runpy.run_path({str(ROOT / 'setup.py')!r})['find_nvcc']()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode != 0
+    assert "CUDA_HOME" in done.stderr and "MSA_BUILD_CUDA=0" in done.stderr
+
+
+def test_unknown_architecture_is_a_clear_error(tmp_path):
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if cmake is None or shutil.which("nvcc") is None:
+        pytest.skip("needs cmake and nvcc")
+    ninja = (
+        [f"-DCMAKE_MAKE_PROGRAM={path}"]
+        if (path := shutil.which("ninja", path=str(Path(sys.executable).parent)))
+        else []
+    )
+    command = [cmake, "-S", ROOT, "-B", tmp_path, "-G", "Ninja", *ninja, f"-DPython_EXECUTABLE={sys.executable}"]
+    done = subprocess.run([*command, "-DMSA_ARCHS=80"], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "MSA_ARCHS: expected a comma-separated list of 90a, 100a, 103a, got" in done.stderr

@@ -70,6 +70,13 @@ class Completion:
 
     def __init__(self, w, address: int, line: int, size: int):
         self.barrier = mbarrier_at(w, address, line)
+        if self.barrier is not None and not self.barrier.fenced:
+            w.report(
+                "proxy_fence",
+                f"the mbarrier at {address:#x} completes asynchronous work, but no fence.mbarrier_init or "
+                "fence.proxy.async follows its mbarrier.init",
+                line,
+            )
         self.cta, self.size = w.cta, size
         self.agent = w.cta.clocks.agent(("mbarrier", address))
         w.cta.clocks.counter[self.agent] += 1
@@ -78,7 +85,7 @@ class Completion:
     def complete(self, known) -> None:
         now = known[0].copy()
         now[self.agent] = max(now[self.agent], self.epoch)
-        self.barrier.join((now, known[1]))
+        self.barrier.join((now, known[1], known[2]))
         self.barrier.transactions -= self.size
         self.barrier.settle()
         self.cta.machine.progress += 1
@@ -170,8 +177,9 @@ def _granules(begin: int, size: int) -> np.ndarray:
 
 def _issue(w, key, text: str, line: int, stages: list) -> AsyncOp:
     op = AsyncOp(text, line, w.cta, w.index, deque(stages))
-    if len(w.cta.in_flight) > 64:
+    if len(w.cta.in_flight) > w.cta.in_flight_limit:
         w.cta.in_flight = [o for o in w.cta.in_flight if not o.done]
+        w.cta.in_flight_limit = 2 * len(w.cta.in_flight) + 64
     w.cta.in_flight.append(op)
     w.machine.progress += 1
     w.machine.engine.issue(key if key is not None else op, op)
@@ -207,8 +215,7 @@ def _write_shared(w, known, completion: Completion, granules: np.ndarray, line: 
 
 def _snapshot(w):
     """What the issuing warp knows now: orders the operation after it."""
-    clocks = w.cta.clocks
-    return clocks.now[w.index].copy(), clocks.proxy[w.index].copy()
+    return tuple(v.copy() for v in w.cta.clocks.token(w.index))
 
 
 def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:

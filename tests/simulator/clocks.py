@@ -20,6 +20,10 @@ class Clocks:
         self.agents = warps + spare
         self.now = np.zeros((warps, self.agents), np.int32)
         self.proxy = np.zeros((warps, self.agents), np.int32)
+        # Of tensor memory: known to a warp's tcgen05 accesses; published by fence::before; received but not yet fenced.
+        self.tensor_known = np.zeros((warps, self.agents), np.int32)
+        self.tensor_published = np.zeros((warps, self.agents), np.int32)
+        self.tensor_received = np.zeros((warps, self.agents), np.int32)
         for w in range(warps):
             self.now[w, w] = 1
         self.counter = np.zeros(self.agents, np.int32)  # of asynchronous agents
@@ -46,21 +50,34 @@ class Clocks:
 
     # ---- release and acquire
 
-    def release(self, warp: int) -> tuple[np.ndarray, np.ndarray]:
+    def token(self, warp: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What a release by the warp would publish."""
+        return self.now[warp], self.proxy[warp], self.tensor_published[warp]
+
+    def release(self, warp: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What the warp publishes; its later accesses belong to a new epoch."""
-        token = self.now[warp].copy(), self.proxy[warp].copy()
+        token = tuple(v.copy() for v in self.token(warp))
         self.now[warp, warp] += 1
         return token
 
-    def acquire(self, warp: int, token: tuple[np.ndarray, np.ndarray]) -> None:
+    def acquire(self, warp: int, token) -> None:
         np.maximum(self.now[warp], token[0], out=self.now[warp])
         np.maximum(self.proxy[warp], token[1], out=self.proxy[warp])
+        np.maximum(self.tensor_received[warp], token[2], out=self.tensor_received[warp])
+
+    def tensor_release(self, warp: int) -> None:
+        """tcgen05.fence::before_thread_sync."""
+        np.maximum(self.tensor_published[warp], self.tensor_known[warp], out=self.tensor_published[warp])
+
+    def tensor_acquire(self, warp: int) -> None:
+        """tcgen05.fence::after_thread_sync."""
+        np.maximum(self.tensor_known[warp], self.tensor_received[warp], out=self.tensor_known[warp])
 
     def fence_proxy(self, warp: int) -> None:
         np.maximum(self.proxy[warp], self.now[warp], out=self.proxy[warp])
 
-    def zero(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros(self.agents, np.int32), np.zeros(self.agents, np.int32)
+    def zero(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return tuple(np.zeros(self.agents, np.int32) for _ in range(3))
 
     # ---- generic accesses of a warp; `g` are granule numbers
 
@@ -115,7 +132,7 @@ class Clocks:
         self, known, issuer: int, agent: int, epoch: int, g: np.ndarray, line: int
     ) -> tuple[str, str] | None:
         """(check, report) of an asynchronous read issued with what `known` says."""
-        now, proxy = known
+        now, proxy = known[:2]
         writer = self.writer[g]
         generic = (writer >= 0) & (writer < self.warps)
         result = None

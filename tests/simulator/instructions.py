@@ -1020,6 +1020,8 @@ def mbarrier_at(w, address: int, line: int):
         if address % 8:
             w.report("misaligned", f"mbarrier at {address:#x}", line)
         w.report("barrier", f"the mbarrier at {address:#x} is not initialised", line)
+    elif barrier.owner != w.index and w.cta.clocks.now[w.index, barrier.owner] < barrier.owner_epoch:
+        w.report("race", f"the mbarrier at {address:#x} is used without an ordering after its mbarrier.init", line)
     return barrier
 
 
@@ -1302,8 +1304,19 @@ def build_fence(program, x: Instruction):
     """9.7.13.4. Generic fences need no state here: memory is sequentially consistent between warps."""
     parts = x.parts
     if "proxy" in parts and any(p.startswith("async") for p in parts):
-        return lambda w, R, m: w.cta.clocks.fence_proxy(w.index)
-    return lambda w, R, m: None
+        return _fence_proxy
+    return _fence_mbarrier_init if "mbarrier_init" in parts else lambda w, R, m: None
+
+
+def _fence_proxy(w, R, m) -> None:
+    w.cta.clocks.fence_proxy(w.index)
+    _fence_mbarrier_init(w, R, m)
+
+
+def _fence_mbarrier_init(w, R, m) -> None:
+    for barrier in w.cta.mbarriers.values():
+        if barrier.owner == w.index:
+            barrier.fenced = True
 
 
 def build_trap(program, x: Instruction):

@@ -74,6 +74,8 @@ class Mbarrier:
         self.expected = self.pending = count
         self.transactions = 0
         self.phase = 0
+        self.owner = self.owner_epoch = 0  # the warp that initialised it
+        self.fenced = False  # its initialisation is visible to the asynchronous proxy
         self.clocks = clocks
         self.gathering = clocks.zero()
         self.done = clocks.zero()
@@ -190,6 +192,9 @@ class Warp:
         self.wgmma_open: list[AsyncOp] = []
         self.wgmma_groups: list[list[AsyncOp]] = []
         self.wgmma_agent_epoch = 0
+        self.tensor_ops: dict[str, list[AsyncOp]] = {"ld": [], "st": []}
+        self.tensor_in_order: set[int] = set()
+        self.tensor_last: tuple[int, int] | None = None
         self.fragments: dict[int, tuple] = {}
         self.register_count = cta.launch_registers
         self.local = None
@@ -307,6 +312,8 @@ class Cta:
         self.named: dict[int, NamedBarrier] = {}
         self.warps = [Warp(self, i, threads) for i in range(num_warps)]
         self.in_flight: list[AsyncOp] = []
+        self.in_flight_limit = 64
+        self.tensor = None  # tensor.TensorMemory
 
     def named_barrier(self, number: int) -> NamedBarrier:
         if number not in self.named:
@@ -430,7 +437,7 @@ class Machine:
                 resident.append(Cta(self, launch, index))
             if not resident:
                 break
-            ran = False
+            ran, steps = False, engine.steps
             for cta in list(resident):
                 warps = [w for w in cta.warps if w.groups]
                 if self.mode != "eager" or rng.random() < 0.1:
@@ -443,6 +450,7 @@ class Machine:
                     self._exit(cta)
                     resident.remove(cta)
                     self.progress += 1
+            ran |= engine.steps != steps
             if self.progress != last_progress:
                 last_progress, idle_rounds = self.progress, 0
             else:
@@ -474,6 +482,8 @@ class Machine:
                 cta.warps[op.warp].report(
                     "exit", f"the CTA exits while {op.text} still uses its shared memory", op.line
                 )
+        if cta.tensor is not None and cta.tensor.owner.any():
+            cta.warps[0].report("exit", "the CTA exits with tensor memory allocated")
         for address, barrier in cta.mbarriers.items():
             if barrier.transactions:
                 cta.warps[0].report(

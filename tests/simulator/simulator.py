@@ -103,6 +103,8 @@ class Simulator:
             raise ValueError(f"device: expected one of {', '.join(DEVICES)}, got {device!r}")
         if mma_order not in MMA_ORDERS:
             raise ValueError(f"mma_order: expected one of {', '.join(MMA_ORDERS)}, got {mma_order!r}")
+        if mma_order == "isa":
+            raise NotImplementedError("mma_order: expected 'issue', got 'isa', which is not modelled")
         self.name, self.major, self.minor, sms = DEVICES[device]
         self.num_devices = num_devices
         self.machine = Machine(num_sms=num_sms or sms, mode=mode, seed=seed, checks=checks)

@@ -1,13 +1,484 @@
-"""tcgen05: tensor memory, its loads, stores and MMAs (PTX ISA 9.0, 9.7.16)."""
+"""tcgen05: tensor memory, its loads, stores and MMAs (PTX ISA 9.0, 9.7.16), cta_group::1.
+
+Ordering (9.7.16.6): what a warp's tensor-memory accesses did is handed over by wait::ld/st, then
+fence::before_thread_sync, then a release; and taken by an acquire, then fence::after_thread_sync. `commit` implies the
+fence before. MMAs and commits of one warp execute in issue order, an assumption beyond the ISA's promise.
+"""
 
 from __future__ import annotations
 
-from .ptx import Instruction, PtxError
+from collections import deque
+
+import numpy as np
+
+from . import formats, layouts
+from .formats import F32, U16, U32
+from .instructions import _shared_address, gate_converge, lanes_of, mbarrier_at, reader, write_memory
+from .layouts import LayoutError
+from .machine import LANES, AsyncOp, Converge, Wait
+from .ptx import Address, Immediate, Instruction, PtxError, Sink, Vector
+
+COLUMNS, TMEM_LANES = 512, 128
+POISON = 0x7FFBAD01  # a NaN
+
+
+class TensorMemory:
+    """Values, allocations and access shadow of a CTA's SM."""
+
+    def __init__(self, cta):
+        self.cta = cta
+        self.data = np.full((TMEM_LANES, COLUMNS), POISON, U32)
+        self.written = np.zeros((4, COLUMNS), bool)  # by lane quarter
+        self.owner = np.zeros(COLUMNS, np.int32)  # base column + 1 of the allocation, 0 = free
+        self.relinquished = False
+        clocks = cta.clocks
+        self.writer = np.full((4, COLUMNS), -1, np.int16)
+        self.write_epoch = np.zeros((4, COLUMNS), np.int32)
+        self.write_line = np.zeros((4, COLUMNS), np.int32)
+        self.read_epoch = np.zeros((clocks.agents, 4, COLUMNS), np.int32)
+        self.read_line = np.zeros((clocks.agents, 4, COLUMNS), np.int32)
+
+    def find(self, count: int) -> int | None:
+        """First column of `count` free ones, aligned to `count`."""
+        for base in range(0, COLUMNS, count):
+            if not self.owner[base : base + count].any():
+                return base
+        return None
+
+    def check_allocated(self, w, column: int, count: int, line: int) -> bool:
+        if column + count > COLUMNS or not self.owner[column : column + count].all():
+            w.report("out_of_bounds", f"tensor memory columns {column} + {count} are not allocated", line)
+            return False
+        return True
+
+    def access(self, w, agent: int, epoch: int, known, quarters, column: int, count: int, write: bool, line: int):
+        """Checks and records an access; `agent` is the warp's own asynchronous unit."""
+        if not w.machine.track:
+            return
+        at = quarters, slice(column, column + count)
+        writer = self.writer[at]
+        own = writer == agent if agent in w.tensor_in_order else np.zeros_like(writer, bool)
+        bad = (writer >= 0) & ~own & (known[writer] < self.write_epoch[at])
+        name = self.cta.clocks.name
+        where = f"tensor memory columns {column} + {count}"
+        if bad.any():
+            who = int(writer[bad][0])
+            w.report(
+                "race",
+                f"{'overwrites' if write else 'reads'} {where} written by {name(who)} (line "
+                f"{int(self.write_line[at][bad][0])}) without wait, fences and synchronisation between them",
+                line,
+            )
+        if write:
+            used = self.cta.clocks.warps + len(self.cta.clocks._names)
+            reads = self.read_epoch[(slice(0, used), *at)]
+            late = reads > known[:used, None, None]
+            if agent in w.tensor_in_order:
+                late[agent] = False
+            if late.any():
+                who = int(np.argmax(late.any((1, 2))))
+                w.report(
+                    "race",
+                    f"overwrites {where} that {name(who)} may still read (line "
+                    f"{int(self.read_line[(who, *at)][late[who]][0])})",
+                    line,
+                )
+            self.writer[at], self.write_epoch[at], self.write_line[at] = agent, epoch, line
+            self.written[at] = True
+        else:
+            if not self.written[at].all():
+                w.report("uninitialised", f"reads {where}, some never written", line)
+            self.read_epoch[(agent, *at)] = np.maximum(self.read_epoch[(agent, *at)], epoch)
+            self.read_line[(agent, *at)] = line
+
+
+def tensor_memory(cta) -> TensorMemory:
+    if cta.tensor is None:
+        cta.tensor = TensorMemory(cta)
+    return cta.tensor
+
+
+def _next(w, what: str) -> tuple[int, int]:
+    """(agent, epoch) of the warp's next asynchronous operation of a kind."""
+    clocks = w.cta.clocks
+    agent = clocks.agent((f"tcgen05.{what} of warp", w.index))
+    clocks.counter[agent] += 1
+    if what == "mma":
+        w.tensor_in_order.add(agent)
+    return agent, int(clocks.counter[agent])
+
+
+def _issue(w, key, text: str, line: int, stage) -> AsyncOp:
+    op = AsyncOp(text, line, w.cta, w.index, deque([stage]))
+    w.cta.in_flight.append(op)
+    w.machine.progress += 1
+    w.machine.engine.issue(key, op)
+    return op
+
+
+# ---- dispatch ------------------------------------------------------------------------------------
 
 
 def build(program, x: Instruction):
-    raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+    action = x.parts[1]
+    makers = {
+        "alloc": _build_alloc,
+        "dealloc": _build_dealloc,
+        "relinquish_alloc_permit": lambda program, x: _relinquish,
+        "ld": _build_ld,
+        "st": _build_st,
+        "mma": _build_mma,
+        "commit": _build_commit,
+    }
+    if "cta_group__2" in x.parts or (action not in makers and not action.startswith(("wait", "fence"))):
+        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+    if action == "wait__ld":
+        return lambda w, R, m: _waited(w, "ld")
+    if action == "wait__st":
+        return lambda w, R, m: _waited(w, "st")
+    if action == "fence__before_thread_sync":
+        return lambda w, R, m: w.cta.clocks.tensor_release(w.index)
+    if action == "fence__after_thread_sync":
+        return lambda w, R, m: w.cta.clocks.tensor_acquire(w.index)
+    return makers[action](program, x)
 
 
 def gate(program, x: Instruction):
-    return None
+    action = x.parts[1]
+    if action in ("mma", "commit") or action.startswith("fence"):
+        return None
+    converge = gate_converge(program, x, None)
+    if action.startswith("wait__"):
+        kind = action[6:]
+
+        def wait_gate(w, R, m):
+            wait = converge(w, R, m)
+            if wait is not None:
+                return wait
+            if all(op.done for op in w.tensor_ops[kind]):
+                return None
+            return Wait(f"its tcgen05.{kind}", lambda: all(op.done for op in w.tensor_ops[kind]))
+
+        return wait_gate
+    if action == "alloc":
+        count = reader(program, x.operands[1], 4)
+
+        def alloc_gate(w, R, m):
+            if m is not None and (w.alive & ~m).any():
+                return Converge("the other lanes of its warp at tcgen05.alloc")
+            n = int(count(w, R)[0])
+            if n < 32 or n > COLUMNS or n & (n - 1):
+                return None
+            memory = tensor_memory(w.cta)
+            if memory.find(n) is not None:
+                return None
+            return Wait(f"{n} columns of tensor memory", lambda: memory.find(n) is not None)
+
+        return alloc_gate
+    return converge
+
+
+# ---- allocation (9.7.16.7.1) ---------------------------------------------------------------------
+
+
+def _build_alloc(program, x: Instruction):
+    where = _shared_address(program, x.operands[0], x.parts)
+    count = reader(program, x.operands[1], 4)
+
+    def alloc(w, R, m):
+        n = int(count(w, R)[0])
+        memory = tensor_memory(w.cta)
+        if n < 32 or n > COLUMNS or n & (n - 1):
+            w.report("illegal", f"tcgen05.alloc of {n} columns: expected a power of two in [32, 512]")
+            return
+        if memory.relinquished:
+            w.report("illegal", "tcgen05.alloc after relinquish_alloc_permit")
+        base = memory.find(n)
+        memory.owner[base : base + n] = base + 1
+        write_memory(w, "shared", where(w, R)[:1], [np.array([base], U32)], 4)
+
+    return alloc
+
+
+def _build_dealloc(program, x: Instruction):
+    address, count = reader(program, x.operands[0], 4), reader(program, x.operands[1], 4)
+
+    def dealloc(w, R, m):
+        base, n = int(address(w, R)[0]) & 0xFFFF, int(count(w, R)[0])
+        memory = tensor_memory(w.cta)
+        if base + n > COLUMNS or not (memory.owner[base : base + n] == base + 1).all():
+            w.report("illegal", f"tcgen05.dealloc of columns {base} + {n}, which are not one allocation")
+            return
+        for op in w.cta.in_flight:
+            if not op.done and op.text.startswith("tcgen05"):
+                w.report("race", f"tcgen05.dealloc while {op.text} of warp {op.warp} (line {op.line}) is in flight")
+        agent, epoch = _next(w, "dealloc")
+        memory.access(w, agent, epoch, w.cta.clocks.tensor_known[w.index], slice(0, 4), base, n, True, w.line)
+        memory.owner[base : base + n] = 0
+        memory.data[:, base : base + n] = POISON
+        memory.written[:, base : base + n] = False
+        memory.writer[:, base : base + n] = -1
+        memory.read_epoch[:, :, base : base + n] = 0
+        w.machine.progress += 1
+
+    return dealloc
+
+
+def _relinquish(w, R, m) -> None:
+    tensor_memory(w.cta).relinquished = True
+
+
+# ---- loads and stores (9.7.16.8) -----------------------------------------------------------------
+
+
+def _shape(program, x: Instruction) -> int:
+    """Registers of a 32x32b.xN access: register i of lane l is column i of lane l of the warp's quarter."""
+    if "32x32b" not in x.parts or any("pack__16b" in p for p in x.parts):
+        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled (only 32x32b)")
+    return int(next(p for p in x.parts if p.startswith("x") and p[1:].isdigit())[1:])
+
+
+def _place(w, address: int, count: int, line: int) -> tuple[int, int] | None:
+    """(quarter, column) of an access; warp i of a warpgroup reaches lanes 32i .. 32i+31 (9.7.16.2.3.1)."""
+    lane, column = address >> 16, address & 0xFFFF
+    quarter = w.index % 4
+    if lane != 32 * quarter:
+        w.report(
+            "illegal", f"warp {w.index} accesses tensor memory lane {lane}, its quarter starts at {32 * quarter}", line
+        )
+        return None
+    return (quarter, column) if tensor_memory(w.cta).check_allocated(w, column, count, line) else None
+
+
+def _build_ld(program, x: Instruction):
+    count = _shape(program, x)
+    registers = x.operands[0].items if isinstance(x.operands[0], Vector) else (x.operands[0],)
+    if len(registers) != count:
+        raise PtxError(f"{program.name}, line {x.line}: {len(registers)} registers for x{count}")
+    address = reader(program, x.operands[1].base, 4)
+    offset = x.operands[1].offset
+
+    def ld(w, R, m):
+        place = _place(w, int(address(w, R)[0]) + offset, count, x.line)
+        if place is None:
+            return
+        quarter, column = place
+        memory = tensor_memory(w.cta)
+        agent, epoch = _next(w, "ld")
+        known = w.cta.clocks.tensor_known[w.index]
+        memory.access(w, agent, epoch, known, slice(quarter, quarter + 1), column, count, False, x.line)
+        block = np.full((count, LANES), POISON, U32)
+        for i, register in enumerate(registers):
+            if not isinstance(register, Sink):
+                R[register.index] = block[i]
+
+        def act():
+            block[:] = memory.data[32 * quarter : 32 * quarter + 32, column : column + count].T
+
+        op = _issue(w, ("tcgen05.ld", w.cta.index, w.index), "tcgen05.ld", x.line, act)
+        op.agent, op.epoch = agent, epoch
+        w.tensor_ops["ld"].append(op)
+
+    return ld
+
+
+def _build_st(program, x: Instruction):
+    count = _shape(program, x)
+    address, offset = reader(program, x.operands[0].base, 4), x.operands[0].offset
+    items = x.operands[1].items if isinstance(x.operands[1], Vector) else (x.operands[1],)
+    sources = [reader(program, v, 4) for v in items]
+    if len(sources) != count:
+        raise PtxError(f"{program.name}, line {x.line}: {len(sources)} registers for x{count}")
+
+    def st(w, R, m):
+        place = _place(w, int(address(w, R)[0]) + offset, count, x.line)
+        if place is None:
+            return
+        quarter, column = place
+        memory = tensor_memory(w.cta)
+        agent, epoch = _next(w, "st")
+        known = w.cta.clocks.tensor_known[w.index]
+        memory.access(w, agent, epoch, known, slice(quarter, quarter + 1), column, count, True, x.line)
+        values = np.stack([s(w, R) for s in sources])
+
+        def act():
+            memory.data[32 * quarter : 32 * quarter + 32, column : column + count] = values.T
+
+        op = _issue(w, ("tcgen05.st", w.cta.index, w.index), "tcgen05.st", x.line, act)
+        op.agent, op.epoch = agent, epoch
+        w.tensor_ops["st"].append(op)
+
+    return st
+
+
+def _waited(w, kind: str) -> None:
+    known = w.cta.clocks.tensor_known[w.index]
+    for op in w.tensor_ops[kind]:
+        known[op.agent] = max(known[op.agent], op.epoch)
+    w.tensor_ops[kind].clear()
+
+
+# ---- MMA (9.7.16.10) -----------------------------------------------------------------------------
+
+
+def decode_instruction(descriptor: int) -> tuple[int, int, str, str, bool, bool, bool]:
+    """(M, N, A kind, B kind, A transposed, B transposed, negated) of a kind::f16 descriptor (9.7.16.4.2, table).
+
+    Raises:
+        LayoutError: reserved bits, sparsity, an F16 accumulator or an illegal shape.
+    """
+    if descriptor & 0b1111 or descriptor >> 6 & 1 or descriptor >> 23 & 1 or descriptor >> 29:
+        raise LayoutError(f"instruction descriptor {descriptor:#x}: sparsity, saturation or reserved bits are set")
+    if descriptor >> 4 & 3 != 1:
+        raise LayoutError(f"instruction descriptor {descriptor:#x}: only F32 accumulators are modelled")
+    kinds = {0: "f16", 1: "bf16"}
+    a, b = descriptor >> 7 & 7, descriptor >> 10 & 7
+    if a not in kinds or b not in kinds:
+        raise LayoutError(f"instruction descriptor {descriptor:#x}: operand formats {a} and {b}")
+    n, m = (descriptor >> 17 & 0x3F) << 3, (descriptor >> 24 & 0x1F) << 4
+    if m != 128:
+        raise LayoutError(f"instruction descriptor {descriptor:#x}: M = {m}; only 128 is modelled")
+    if n % 16 or not 16 <= n <= 256:
+        raise LayoutError(f"instruction descriptor {descriptor:#x}: N = {n} is not a multiple of 16 up to 256")
+    negated = bool(descriptor >> 13 & 1) != bool(descriptor >> 14 & 1)
+    return m, n, kinds[a], kinds[b], bool(descriptor >> 15 & 1), bool(descriptor >> 16 & 1), negated
+
+
+_OPERANDS: dict[tuple, tuple] = {}
+
+
+def _operand(w, descriptor: int, mn: int, mn_major: bool):
+    """(16-bit element numbers [mn, 16], granules) of a shared-memory operand."""
+    key = descriptor, mn, mn_major
+    found = _OPERANDS.get(key)
+    if found is None:
+        start, leading, stride, width = layouts.tcgen05_descriptor(descriptor)
+        address = layouts.operand_offsets(start, leading, stride, width, mn, 16, mn_major)
+        found = _OPERANDS[key] = address // 2, np.unique(address >> 2), int(address.max()) + 2
+    if found[2] > w.cta.shared.size:
+        raise LayoutError(f"tcgen05 descriptor {descriptor:#x} reaches shared byte {found[2]:#x}, past the allocation")
+    return found[0], found[1]
+
+
+def _build_mma(program, x: Instruction):
+    parts = x.parts
+    if (
+        "kind__f16" not in parts
+        or any(p in parts for p in ("sp", "ws", "block_scale"))
+        or any("collector" in p for p in parts)
+    ):
+        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+    ops = list(x.operands)
+    d_address = reader(program, ops[0].base, 4)
+    d_offset = ops[0].offset
+    a_tensor = isinstance(ops[1], Address)
+    a_source = reader(program, ops[1].base if a_tensor else ops[1], 4 if a_tensor else 8)
+    a_offset = ops[1].offset if a_tensor else 0
+    b_source, i_source = reader(program, ops[2], 8), reader(program, ops[3], 4)
+    rest = ops[4:]
+    disabled = [reader(program, v, 4) for v in rest.pop(0).items] if isinstance(rest[0], Vector) else None
+    accumulate = reader(program, rest.pop(0), 0)
+    if rest and not (isinstance(rest[0], Immediate) and rest[0].value == 0):
+        raise PtxError(f"{program.name}, line {x.line}: scale-input-d is not modelled")
+
+    def mma(w, R, m):
+        lane = int(lanes_of(m)[0])
+        if m is None or m.sum() != 1:
+            w.report("illegal", "tcgen05.mma executed by more than one thread")
+        memory, clocks = tensor_memory(w.cta), w.cta.clocks
+        try:
+            rows, n, kind_a, kind_b, a_mn, b_mn, negated = decode_instruction(int(i_source(w, R)[lane]))
+            b_offsets, granules = _operand(w, int(b_source(w, R)[lane]), n, b_mn)
+            if not a_tensor:
+                a_offsets, a_granules = _operand(w, int(a_source(w, R)[lane]), rows, a_mn)
+                granules = np.concatenate([a_granules, granules])
+        except LayoutError as error:
+            w.report("descriptor", str(error), x.line)
+            return
+        d = (int(d_address(w, R)[lane]) + d_offset) & 0xFFFFFFFF
+        column = d & 0xFFFF
+        if d >> 16:
+            w.report("illegal", f"tcgen05.mma accumulator at lane {d >> 16}, expected 0", x.line)
+        if not memory.check_allocated(w, column, n, x.line):
+            return
+        adds = bool(accumulate(w, R)[lane])
+        agent, epoch = _next(w, "mma")
+        known = clocks.tensor_known[w.index]
+        if a_tensor:
+            a_column = (int(a_source(w, R)[lane]) + a_offset) & 0xFFFF
+            if not memory.check_allocated(w, a_column, 8, x.line):
+                return
+            memory.access(w, agent, epoch, known, slice(0, 4), a_column, 8, False, x.line)
+        if adds:
+            memory.access(w, agent, epoch, known, slice(0, 4), column, n, False, x.line)
+        memory.access(w, agent, epoch, known, slice(0, 4), column, n, True, x.line)
+        if w.machine.track:
+            snapshot = clocks.now[w.index], clocks.proxy[w.index]
+            found = clocks.async_read(snapshot, w.index, agent, epoch, granules, x.line)
+            if found:
+                w.report(found[0], f"tcgen05.mma: {found[1]}", x.line)
+        off = None
+        if disabled is not None:
+            words = np.array([int(v(w, R)[lane]) for v in disabled], U32)
+            off = np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool)
+        wide = {"bf16": formats.bf16_to_f32, "f16": formats.f16_to_f32}
+
+        def act():
+            shared = w.cta.shared
+            view = shared.views[2]
+            if not (shared.shadows[4][granules] == 0x01010101).all():
+                w.report("uninitialised", "tcgen05.mma reads never-written shared memory", x.line)
+            b = wide[kind_b](view[b_offsets].ravel()).reshape(b_offsets.shape)
+            if a_tensor:
+                packed = np.ascontiguousarray(memory.data[:, a_column : a_column + 8]).view(U16)
+                a = wide[kind_a](packed.ravel()).reshape(128, 16)
+            else:
+                a = wide[kind_a](view[a_offsets].ravel()).reshape(a_offsets.shape)
+            product = a.astype(np.float64) @ b.astype(np.float64).T
+            target = memory.data[:, column : column + n]
+            if negated:
+                product = -product
+            if adds:
+                product += np.ascontiguousarray(target).view(F32)
+            result = product.astype(F32).view(U32)
+            target[:] = result if off is None else np.where(off[:, None], target, result)
+
+        op = _issue(w, ("tcgen05.mma", w.cta.index, w.index), "tcgen05.mma", x.line, act)
+        op.agent, op.epoch = agent, epoch
+        w.tensor_last = agent, epoch
+
+    return mma
+
+
+def _build_commit(program, x: Instruction):
+    """Arrives when the thread's earlier MMAs have completed; implies fence::before_thread_sync (9.7.16.11)."""
+    where = _shared_address(program, x.operands[0], ["", "shared"])
+
+    def commit(w, R, m):
+        lane = int(lanes_of(m)[0])
+        address = int(where(w, R)[lane])
+        barrier = mbarrier_at(w, address, x.line)
+        if barrier is None:
+            return
+        if not barrier.fenced:
+            w.report(
+                "proxy_fence", f"tcgen05.commit to the mbarrier at {address:#x}, initialised without a fence", x.line
+            )
+        clocks = w.cta.clocks
+        token = [v.copy() for v in clocks.token(w.index)]
+        if w.tensor_last is not None:
+            agent, epoch = w.tensor_last
+            for part in (token[0], token[2]):
+                part[agent] = max(part[agent], epoch)
+
+        def act():
+            if barrier.pending < 1:
+                w.report("barrier", f"tcgen05.commit arrives at mbarrier {address:#x}, complete already", x.line)
+            barrier.join(token)
+            barrier.pending -= 1
+            barrier.settle()
+            w.machine.progress += 1
+
+        _issue(w, ("tcgen05.mma", w.cta.index, w.index), "tcgen05.commit", x.line, act)
+
+    return commit

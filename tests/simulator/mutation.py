@@ -1,0 +1,96 @@
+"""Generated mutations of a kernel's PTX: every synchronisation line deleted or falsified, one at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .machine import SimulationError
+from .ptx import PtxError
+
+# Lines that are deleted, one at a time.
+DELETED = re.compile(
+    r"^(mbarrier\.(init|arrive|expect_tx)|fence\.|bar(rier)?\.(cta\.)?(sync|arrive)|wgmma\.(fence|commit_group|wait_group)|"
+    r"cp\.async\.bulk\.(commit_group|wait_group)|tcgen05\.(wait|commit|fence|relinquish|dealloc)|griddepcontrol)"
+)
+
+
+@dataclass
+class Mutation:
+    """A changed PTX text and, once run, the modes and checks that saw it."""
+
+    name: str
+    text: str
+    caught: dict[str, str] = field(default_factory=dict)
+
+
+def mutations(text: str) -> list[Mutation]:
+    """All generated mutations of a PTX module."""
+    lines = text.split("\n")
+    result = []
+
+    def add(number: int, line: str, what: str) -> None:
+        changed = [*lines[:number], line, *lines[number + 1 :]]
+        result.append(Mutation(f"line {number + 1}: {what}: {lines[number].strip()[:60]}", "\n".join(changed)))
+
+    for number, line in enumerate(lines):
+        code = line.strip()
+        body = re.sub(r"^@!?%\w+\s+", "", code)
+        if DELETED.match(body):
+            add(number, "", "deleted")
+        waited = re.match(r"mbarrier\.try_wait\S*\s+([\w%]+),", body)
+        if waited:
+            add(number, f"setp.eq.u32 {waited.group(1)}, 0, 0;", "wait dropped")
+            phase = re.match(r"(mbarrier\.try_wait\S*\s+[\w%]+,\s*\[[^\]]*\],\s*)(%\w+);", body)
+            if phase:
+                flip = f"{{ .reg .b32 flipped; xor.b32 flipped, {phase.group(2)}, 1;\n{phase.group(1)}flipped; }}"
+                add(number, flip, "parity flipped")
+        expected = re.match(r"(mbarrier\.arrive\.expect_tx\S*\s+_,\s*\[[^\]]*\],\s*)(%\w+);", body)
+        if expected:
+            for delta in (16, -16):
+                wrong = (
+                    f"{{ .reg .b32 wrong; add.s32 wrong, {expected.group(2)}, {delta};\n{expected.group(1)}wrong; }}"
+                )
+                add(number, wrong, f"bytes {delta:+}")
+        pending = re.match(r"(wgmma\.wait_group\.sync\.aligned|cp\.async\.bulk\.wait_group(?:\.read)?) (\d+);", body)
+        if pending:
+            add(number, f"{pending.group(1)} {int(pending.group(2)) + 1};", "one more may be pending")
+        accumulate = re.match(r"(wgmma\.mma_async.*\}, )(%\w+), (%\w+), (.*)", body)
+        if accumulate:
+            for bits, what in ((1 << 62, "swizzle"), (1 << 16, "leading bytes"), (1 << 33, "stride")):
+                if what == "leading bytes":
+                    continue  # unused by a swizzled K-major operand
+                wrong = f"{{ .reg .b64 wrong; xor.b64 wrong, {accumulate.group(3)}, {bits};\n"
+                wrong += f"{accumulate.group(1)}{accumulate.group(2)}, wrong, {accumulate.group(4)} }}"
+                add(number, wrong, f"{what} of B")
+    return result
+
+
+def score(found: list[Mutation], run: Callable[[str, str, int], bool], seeds: int = 2) -> list[Mutation]:
+    """Runs every mutation in every mode; `run(text, mode, seed)` says whether the results are right."""
+    for mutation in found:
+        for mode in ("eager", "late", "random"):
+            for seed in range(seeds if mode == "random" else 1):
+                try:
+                    verdict = None if run(mutation.text, mode, seed) else "wrong values"
+                except SimulationError as error:
+                    verdict = str(error).split(":")[0]
+                except PtxError as error:
+                    verdict = f"not translated ({error})"
+                if verdict:
+                    mutation.caught[mode] = verdict
+                    break
+    return found
+
+
+def table(found: list[Mutation]) -> str:
+    """One line a mutation: what each mode's verdict was."""
+    lines = [f"{'mutation':<92} {'eager':<14} {'late':<14} {'random':<14}"]
+    for m in found:
+        cells = " ".join(f"{m.caught.get(mode, '-'):<14.14}" for mode in ("eager", "late", "random"))
+        lines.append(f"{m.name:<92.92} {cells}")
+    caught = sum(bool(m.caught) for m in found)
+    hidden = sum(bool(m.caught) and "eager" not in m.caught for m in found)
+    lines.append(f"caught {caught} of {len(found)}; {hidden} only in late or random mode")
+    return "\n".join(lines)

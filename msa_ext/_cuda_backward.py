@@ -36,7 +36,7 @@ def _operand(tensor: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     usable = last_stride == 1 and row_stride % 8 == 0 and head_stride % 8 == 0 and address % 16 == 0
     # Broadcast (zero-stride) views cannot be described to TMA.
     if not usable or row_stride <= 0 or head_stride <= 0:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
         row_stride, head_stride, _ = tensor.stride()
         address = _runtime.address(tensor)
     return tensor, (address, row_stride, head_stride)

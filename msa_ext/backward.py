@@ -105,9 +105,10 @@ def run_backward(
             outputs[i] = _runtime.empty(tuple(like.shape), dtype, device)
     arguments = Arguments(*inputs, schedule, scale, *outputs)
     if chosen == "reference":
-        gradients = reference.backward(*inputs, schedule, softmax_scale=scale)
-        for target, gradient in zip(outputs, gradients):
-            target.copy_(gradient)
+        with torch.no_grad():
+            gradients = reference.backward(*inputs, schedule, softmax_scale=scale)
+            for target, gradient in zip(outputs, gradients):
+                target.copy_(gradient)
     else:
         _cuda_backward.launch(arguments, chosen, accum)
     return tuple(outputs)

@@ -231,6 +231,11 @@ def test_cpu_options():
     assert debug.last_flags() == set()
 
 
+def test_inputs_that_require_grad():
+    named = _arguments(q=lambda x: x.requires_grad_(), k_aligned=lambda x: x.requires_grad_())
+    assert not any(gradient.requires_grad for gradient in run_backward(**named))
+
+
 def test_decode_flags():
     assert debug.decode(0) == set()
     assert debug.decode(0b10001) == {"work_count_clamped", "bad_row_pointer"}

@@ -7,12 +7,12 @@ TOOLKIT := $(CURDIR)/build/cuda-toolkit
 
 # nvcc: on PATH, under CUDA_HOME, else assembled from PyPI wheels.
 NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard $(CUDA_HOME)/bin/nvcc))
-ifeq ($(NVCC),)
+ifeq ($(NVCC)$(filter 0,$(MSA_BUILD_CUDA)),)
 export CUDA_HOME := $(TOOLKIT)/nvidia/cu13
 TOOLKIT_READY := $(TOOLKIT)/ASSEMBLED
 endif
 
-# An importable torch is reused; without a GPU the CPU build that is pinned for CI.
+# A torch that the new environment can import is reused; without a GPU the CPU build that is pinned for CI.
 HAS_TORCH := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo yes)
 TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
@@ -29,8 +29,8 @@ help:
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
-	$(if $(HAS_TORCH),,$(PY) -m pip install --quiet "$(TORCH)")
-	$(PY) -m pip install --quiet "setuptools>=68" "pybind11>=2.13" ninja "cmake>=3.24" tqdm safetensors numpy
+	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet "$(TORCH)"
+	$(PY) -m pip install --quiet "setuptools>=77" "pybind11>=2.13" ninja "cmake>=3.24" tqdm safetensors numpy
 	$(PY) -m pip install --quiet "nvidia-cuda-runtime>=13.0,<14"
 	$(PY) -m pip install --quiet "pytest>=8" "hypothesis>=6.100" "ruff==0.17.6" "clang-format==23.1.5"
 	touch $@

@@ -58,6 +58,8 @@ class CMakeBuild(build_ext):
             "-S", str(ROOT),
             "-B", str(build),
             "-G", "Ninja",
+            # Named, for the cache may hold the one of a build environment that pip has since removed.
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or 'ninja'}",
             f"-DCMAKE_CUDA_COMPILER={nvcc}",
             f"-DCUDAToolkit_ROOT={Path(nvcc).resolve().parent.parent}",
             f"-DPython_EXECUTABLE={sys.executable}",

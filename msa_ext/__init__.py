@@ -5,6 +5,7 @@ The entry point is `msa_ext.backward.run_backward`; see README.md.
 
 from importlib.metadata import PackageNotFoundError, version
 
+from .backward import run_backward
 from .schedule import MSABackwardSchedule, align_kv, build_schedule, unalign_kv
 
 try:
@@ -12,4 +13,4 @@ try:
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["MSABackwardSchedule", "__version__", "align_kv", "build_schedule", "unalign_kv"]
+__all__ = ["MSABackwardSchedule", "__version__", "align_kv", "build_schedule", "run_backward", "unalign_kv"]

@@ -16,7 +16,7 @@ endif
 HAS_TORCH := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo yes)
 TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-CPP_SOURCES = $(shell git ls-files 'csrc/*' 'tests/cpp/*')
+CPP_SOURCES = $(shell git ls-files '*.h' '*.cuh' '*.cu' '*.cpp')
 GTEST := $(wildcard /usr/include/gtest/gtest.h)
 export MSA_BUILD_TESTS := $(if $(GTEST),1,0)
 

@@ -48,10 +48,18 @@ def _segments(schedule: MSABackwardSchedule) -> Iterator[_Segment]:
         )
 
 
-def _scale(q: Tensor, softmax_scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+def _group_and_scale(
+    q: Tensor, k_aligned: Tensor, softmax_scale: float | None, compute_dtype: torch.dtype
+) -> tuple[int, float]:
+    if compute_dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"compute_dtype: expected torch.float32 or torch.float64, got {compute_dtype}")
+    num_heads, num_kv_heads = q.shape[1], k_aligned.shape[1]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"q: expected a multiple of {num_kv_heads} heads (k_aligned's), got {num_heads}")
+    return num_heads // num_kv_heads, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
 
+@torch.no_grad()
 def forward(
     q: Tensor,
     k_aligned: Tensor,
@@ -70,11 +78,14 @@ def forward(
 
     Returns:
         `out` `[T, Hq, D]` in q's dtype, and `lse` `[T, Hq]` in `compute_dtype`, natural log. Tokens without a
-        visible key have out 0 and lse -inf.
+        visible key have out 0 and lse -inf. Neither records autograd history.
+
+    Raises:
+        ValueError: another compute_dtype, or heads of q that are no multiple of k_aligned's. The schedule's
+            contents are trusted: `schedule.validate()` checks them.
     """
     num_tokens, num_heads, head_dim = q.shape
-    group = num_heads // k_aligned.shape[1]
-    scale = _scale(q, softmax_scale)
+    group, scale = _group_and_scale(q, k_aligned, softmax_scale, compute_dtype)
     acc = torch.zeros(num_tokens, num_heads, head_dim, dtype=compute_dtype, device=q.device)
     row_max = torch.full((num_tokens, num_heads), -torch.inf, dtype=compute_dtype, device=q.device)
     row_sum = torch.zeros_like(row_max)
@@ -96,6 +107,7 @@ def forward(
     return out.to(q.dtype), row_max + torch.log(row_sum)
 
 
+@torch.no_grad()
 def backward(
     q: Tensor,
     k_aligned: Tensor,
@@ -118,9 +130,11 @@ def backward(
 
     Returns:
         `dq` `[T, Hq, D]`, `dk`, `dv` `[W, Hkv, D]` in `compute_dtype`, exactly zero where nothing is visible.
+
+    Raises:
+        ValueError: as `forward`.
     """
-    group = q.shape[1] // k_aligned.shape[1]
-    scale = _scale(q, softmax_scale)
+    group, scale = _group_and_scale(q, k_aligned, softmax_scale, compute_dtype)
     dq = torch.zeros(q.shape, dtype=compute_dtype, device=q.device)
     dk = torch.zeros(k_aligned.shape, dtype=compute_dtype, device=q.device)
     dv = torch.zeros_like(dk)

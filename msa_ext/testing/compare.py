@@ -30,19 +30,27 @@ class Error:
     negligible: bool  # the reference vanishes: both errors are absolute, per element
 
     @property
+    def l2_limit(self) -> float:
+        return min(self.tolerance, _ABSOLUTE_TOLERANCE) if self.negligible else self.tolerance
+
+    @property
+    def max_limit(self) -> float:
+        return self.l2_limit if self.negligible else MAX_ABS_TOLERANCE
+
+    @property
     def passed(self) -> bool:
-        tolerance = _ABSOLUTE_TOLERANCE if self.negligible else self.tolerance
-        limit = _ABSOLUTE_TOLERANCE if self.negligible else MAX_ABS_TOLERANCE
+        """False for NaN anywhere: no comparison with it holds."""
         return (
             self.non_finite == 0
             and self.nonzero_at_zero == 0
-            and self.relative_l2 <= tolerance
-            and self.max_abs <= limit
+            and self.relative_l2 <= self.l2_limit
+            and self.max_abs <= self.max_limit
         )
 
     def __str__(self) -> str:
         kind = "absolute" if self.negligible else "relative"
-        text = f"{self.name}: {kind} L2 {self.relative_l2:.2e} (<= {self.tolerance:.0e}), max {self.max_abs:.2e}"
+        text = f"{self.name}: {kind} L2 {self.relative_l2:.2e} (<= {self.l2_limit:.0e})"
+        text += f", max {self.max_abs:.2e} (<= {self.max_limit:.0e})"
         if self.nonzero_at_zero:
             text += f", {self.nonzero_at_zero} elements not exactly zero"
         if self.non_finite:
@@ -56,9 +64,15 @@ def compare(name: str, got: Tensor, reference: Tensor, tolerance: float, must_be
     Args:
         tolerance: limit of the relative L2 error.
         must_be_zero: bool `[rows, heads]`, where `got` must be exactly zero.
+
+    Raises:
+        ValueError: shapes that differ.
     """
     if got.shape != reference.shape:
         raise ValueError(f"{name}: expected shape {list(reference.shape)}, got {list(got.shape)}")
+    if must_be_zero.shape != reference.shape[:-1]:
+        expected = list(reference.shape[:-1])
+        raise ValueError(f"{name}: must_be_zero: expected shape {expected}, got {list(must_be_zero.shape)}")
     got = got.detach().to("cpu", torch.float64)
     reference = reference.to("cpu", torch.float64)
     difference = got - reference

@@ -1,7 +1,7 @@
 """A second, independent computation: dense float64 attention with masks made from topk.
 
-It shares no code with `msa_ext.reference` and never sees a schedule. Memory is one head's dense
-[queries, keys] matrix of one entry at a time.
+It shares no code with `msa_ext.reference` and never sees a schedule. Memory, beside the results, is one head's
+dense [queries, keys] matrix of a chunk of one entry at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_CHUNK_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,15 @@ class Problem:
     offsets: Sequence[int]
     softmax_scale: float
 
-    def entries(self) -> Iterator[tuple[int, int, int, int]]:
-        """(first token, end token, first workspace row, first position) of every non-empty entry."""
+    def chunks(self) -> Iterator[tuple[int, int, int, int]]:
+        """(first token, end token, first workspace row, first position) of up to 512 tokens of one entry.
+
+        The chunk's last token sees keys at positions below first position + number of tokens, no others.
+        """
         for b, (start, offset) in enumerate(zip(self.starts, self.offsets)):
-            if self.cu_seqlens[b + 1] > self.cu_seqlens[b]:
-                yield self.cu_seqlens[b], self.cu_seqlens[b + 1], start, offset
+            first, end = self.cu_seqlens[b : b + 2]
+            for begin in range(first, end, _CHUNK_TOKENS):
+                yield begin, min(begin + _CHUNK_TOKENS, end), start, offset + begin - first
 
     def mask(self, tokens: Tensor, positions: Tensor, head: int, key_begin: int, key_end: int) -> Tensor:
         """bool `[tokens, keys]`: key position in [key_begin, key_end) is selected and not in the future."""
@@ -57,7 +63,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     group = q.shape[1] // problem.k_aligned.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
-    for begin, end, start, offset in problem.entries():
+    for begin, end, start, offset in problem.chunks():
         tokens = torch.arange(begin, end)
         num_keys = offset + end - begin
         for head in range(problem.k_aligned.shape[1]):
@@ -77,7 +83,7 @@ def backward(problem: Problem, grad_out: Tensor, lse: Tensor, out: Tensor) -> tu
     dq = torch.zeros(problem.q.shape, dtype=torch.float64)
     dk = torch.zeros(problem.k_aligned.shape, dtype=torch.float64)
     dv = torch.zeros_like(dk)
-    for begin, end, start, offset in problem.entries():
+    for begin, end, start, offset in problem.chunks():
         tokens = torch.arange(begin, end)
         num_keys = offset + end - begin
         for head in range(problem.k_aligned.shape[1]):
@@ -121,7 +127,7 @@ def _dense(
 def sampled_dq(problem: Problem, grad_out: Tensor, lse: Tensor, out: Tensor, tokens: Sequence[int]) -> Tensor:
     """Rows `tokens` of dq, `[len(tokens), Hq, D]` float64."""
     dq = torch.zeros(len(tokens), *problem.q.shape[1:], dtype=torch.float64)
-    for begin, end, start, offset in problem.entries():
+    for begin, end, start, offset in problem.chunks():
         for i, token in enumerate(tokens):
             if begin <= token < end:
                 one = torch.tensor([token])
@@ -140,7 +146,7 @@ def sampled_dkv(
     heads, head_dim = problem.k_aligned.shape[1:]
     dk = torch.zeros(len(workspace_blocks), 128, heads, head_dim, dtype=torch.float64)
     dv = torch.zeros_like(dk)
-    for begin, end, start, offset in problem.entries():
+    for begin, end, start, offset in problem.chunks():
         for i, block in enumerate(workspace_blocks):
             key_begin = 128 * block - start
             if not 0 <= key_begin < offset + end - begin:

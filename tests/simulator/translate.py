@@ -39,7 +39,7 @@ _SETP = {
     "hs": ">=",
 }
 _UNORDERED = {"equ": "==", "neu": "!=", "ltu": "<", "leu": "<=", "gtu": ">", "geu": ">="}
-_VIEWS = {"s16": "I16", "s32": "I32", "s64": "I64", "f32": "F32", "f64": "F64"}
+_VIEWS = {"s8": "I8", "s16": "I16", "s32": "I32", "s64": "I64", "f32": "F32", "f64": "F64"}
 
 
 def type_bytes(kind: str) -> int:

@@ -1,0 +1,87 @@
+"""Runs msa_ext's CUDA pipeline in the simulator, in a process of its own: another libcudart must not be loaded."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+
+
+class Worker:
+    """A fresh process for one simulated device; `call(function, *arguments)` runs a function of this module in it."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self._pool = concurrent.futures.ProcessPoolExecutor(1, context)
+
+    def call(self, function, *arguments):
+        return self._pool.submit(function, *arguments).result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def gradients(device: str, case_name: str, backend: str, accum: str, mode: str, seed: int, **options) -> list[str]:
+    """Runs a case of tests/cases.py and compares it with the float64 reference; returns the names of the kernels run.
+
+    Raises:
+        AssertionError: gradients out of tolerance.
+        RuntimeError: a check of the simulator fired.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    import cases
+    from msa_ext import reference
+    from msa_ext.backward import run_backward
+    from msa_ext.testing import compare
+    from simulator import Simulator
+
+    data = cases.make(cases.CASES[case_name], seed=3)
+    expected = reference.backward(*data.arguments(), compute_dtype=torch.float64)
+    with Simulator(device, num_sms=4, mode=mode, seed=seed, **options) as simulator:
+        got = run_backward(*data.arguments(), backend=backend, dq_accum=accum)
+        reports = [str(r) for r in simulator.reports]
+        kernels = [name for name, _, _ in simulator.launches]
+    compare.check_all(got, expected, data.dead_rows, dq_accum=accum)
+    assert not reports, reports
+    return kernels
+
+
+def task_table(device: str, case_name: str, mode: str, seed: int) -> tuple[list, list]:
+    """(headers, tokens) that the device's task build writes, from a run of the whole pipeline."""
+    import torch
+
+    torch.set_num_threads(1)
+    import cases
+    from msa_ext import _cuda_backward, _runtime
+    from msa_ext.backward import run_backward
+    from simulator import Simulator
+
+    case = cases.CASES[case_name]
+    data = cases.make(case, seed=3)
+    captured = {}
+    launch = _cuda_backward.launch
+    with Simulator(device, num_sms=4, mode=mode, seed=seed):
+        allocate = _runtime.workspace
+
+        def workspace(total_bytes, sections, device):
+            captured["sections"] = {name: (offset, size) for name, offset, size in sections}
+            captured["tensor"] = allocate(total_bytes, sections, device)
+            return captured["tensor"]
+
+        _runtime.workspace = workspace
+        _cuda_backward.launch = lambda a, backend, accum: launch(a, backend, accum, 0b00100)
+        try:
+            run_backward(*data.arguments(), backend="simple", dq_accum="fp32")
+        finally:
+            _cuda_backward.launch = launch
+            _runtime.workspace = allocate
+
+    def section(name: str) -> torch.Tensor:
+        offset, size = captured["sections"][name]
+        return captured["tensor"][offset : offset + size].view(torch.int32)
+
+    count = int(section("descriptor")[0])
+    slots = 128 // case.group
+    headers = section("task_headers").view(-1, 4)[:count]
+    return headers.tolist(), section("task_tokens").view(-1, slots)[:count].tolist()

@@ -1,0 +1,64 @@
+"""msa_ext's own kernels, from its own library, in the simulator."""
+
+import importlib.util
+import shutil
+
+import pytest
+from simulator import pipeline
+
+import cases
+from task_oracle import build_tasks
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("msa_ext._C") is None, reason="needs the built extension"),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc for the runtime shim"),
+]
+
+
+@pytest.fixture(scope="module")
+def h200():
+    worker = pipeline.Worker()
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def b200():
+    worker = pipeline.Worker()
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    "name, accum, mode, seed",
+    [
+        ("length_5", "fp32", "eager", 0),
+        ("length_5", "bf16", "late", 0),
+        *[("length_5", "fp32", "random", seed) for seed in range(4)],
+        ("length_129", "bf16", "late", 1),
+        ("length_129", "fp32", "random", 2),
+        ("empty_documents", "bf16", "random", 3),
+        ("all_empty", "fp32", "late", 0),
+    ],
+)
+def test_hopper_backward(h200, name, accum, mode, seed):
+    kernels = h200.call(pipeline.gradients, "h200", name, "sm90", accum, mode, seed)
+    assert any("backward_kernel" in k for k in kernels)
+
+
+@pytest.mark.parametrize("device, accum", [("h200", "fp32"), ("b200", "bf16"), ("b200", "fp16")])
+def test_simple_backward(request, device, accum):
+    worker = request.getfixturevalue(device)
+    kernels = worker.call(pipeline.gradients, device, "length_1", "simple", accum, "late", 0)
+    assert any("simple_kernel" in k for k in kernels)
+
+
+@pytest.mark.parametrize("device", ["h200", "b200"])
+@pytest.mark.parametrize("name", ["length_257", "everything", "group_8", "rows_8_9", "permuted_items"])
+def test_task_table_matches_the_oracle(request, device, name):
+    worker = request.getfixturevalue(device)
+    headers, tokens = worker.call(pipeline.task_table, device, name, "random", 5)
+    case = cases.CASES[name]
+    expected_headers, expected_tokens = build_tasks(cases.make(case, seed=3).schedule, case.group, window_log2=9)
+    assert headers == [list(h) for h in expected_headers]
+    assert tokens == expected_tokens

@@ -235,7 +235,8 @@ __device__ void gather(const TaskBuildParams& params, const uint32_t* values, in
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
+// 1,024 threads of 56 registers leave room for other CTAs on the SM, and nothing spills.
+__global__ void __maxnreg__(56)
     task_build_kernel(const __grid_constant__ TaskBuildParams params, KeyBits bits) {
   __shared__ SortStorage storage;
   const auto grid = cooperative_groups::this_grid();

@@ -225,7 +225,7 @@ def _cuda_backend(device: torch.device, backend: str | None) -> support.Backend:
     capability = _runtime.capability(device)
     name = backend or support.default_backend(capability)
     found = backends.get(name)
-    if found is None or found.major not in (0, capability[0]):
+    if found is None or not found.runs(capability):
         archs = ", ".join(_runtime.extension().built_archs())
         raise NotImplementedError(
             f"backend: expected one for {device} of compute capability {capability[0]}.{capability[1]}, got "

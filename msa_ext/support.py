@@ -20,7 +20,12 @@ class Backend:
     default_dq_accum: str
     dq_accums: tuple[str, ...]
     deterministic: bool
-    major: int  # compute capability, 0 = any CUDA device, -1 = CPU
+    major: int  # compute capability, 0 = every built architecture, -1 = CPU
+    archs: tuple[str, ...] = ()  # what its machine code is bound to, e.g. ("90a",)
+
+    def runs(self, capability: tuple[int, int]) -> bool:
+        """Whether a CUDA device of this compute capability can run it."""
+        return f"{capability[0]}{capability[1]}a" in self.archs and self.major in (0, capability[0])
 
 
 REFERENCE = Backend("reference", "CPU", "fp32", ("bf16", "fp16", "fp32"), True, -1)
@@ -33,9 +38,10 @@ def cuda_backends() -> dict[str, Backend]:
     Raises:
         RuntimeError: the extension does not load.
     """
+    archs = tuple(_runtime.extension().built_archs())
     backends = {}
     for kernel in _runtime.extension().main_kernels():
-        runs_on = f"compute capability {kernel['major']}.x" if kernel["major"] else "any CUDA device"
+        runs_on = f"compute capability {kernel['major']}.x" if kernel["major"] else "every built architecture"
         backends[kernel["name"]] = Backend(
             kernel["name"],
             runs_on,
@@ -43,6 +49,7 @@ def cuda_backends() -> dict[str, Backend]:
             tuple(kernel["dq_accums"]),
             False,
             kernel["major"],
+            archs,
         )
     return backends
 
@@ -50,11 +57,9 @@ def cuda_backends() -> dict[str, Backend]:
 @cache
 def default_backend(capability: tuple[int, int]) -> str | None:
     """The backend for a CUDA device when none is named: its own, else `simple`; None if it has neither."""
-    backends = cuda_backends()
-    for backend in backends.values():
-        if backend.major == capability[0]:
-            return backend.name
-    return "simple" if capability[0] >= 9 and "simple" in backends else None
+    usable = [backend for backend in cuda_backends().values() if backend.runs(capability)]
+    usable.sort(key=lambda backend: backend.major, reverse=True)
+    return usable[0].name if usable else None
 
 
 def explain() -> str:

@@ -120,7 +120,7 @@ def pretend_cuda(monkeypatch):
 
         @staticmethod
         def built_archs():
-            return ["90a"]
+            return ["90a", "100a"]
 
         @staticmethod
         def plan_workspace(sizes, dq_accum, guard_bytes):
@@ -166,7 +166,9 @@ def test_cuda_dispatch(pretend_cuda, capability, options, expected):
 @pytest.mark.parametrize(
     "capability, options, message",
     [
-        ((8, 0), {}, r"backend: expected one for cpu of compute capability 8.0, got None; built are simple, sm90 \(90a\)"),
+        ((8, 0), {}, r"backend: expected one for cpu of compute capability 8.0, got None; built are simple, sm90 \(90a, 100a\)"),
+        ((8, 0), {"backend": "simple"}, r"of compute capability 8.0, got 'simple'"),
+        ((12, 0), {}, r"of compute capability 12.0, got None; built are simple, sm90"),
         ((10, 0), {"backend": "sm90"}, r"backend: expected one for cpu of compute capability 10.0, got 'sm90'"),
         ((9, 0), {"backend": "sm100"}, r"got 'sm100'; built are simple, sm90"),
         ((9, 0), {"dq_accum": "fp16"}, r"dq_accum: backend sm90 expects one of fp32, bf16, got 'fp16'"),

@@ -238,6 +238,8 @@ def build_ld(program, x: Instruction):
         space = "global"
     if space == "param":
         address = x.operands[1]
+        if _is_call_parameter(address.base):
+            return lambda w, R, m: put(R, targets[0], R[address.base.index], m)
         if isinstance(address.base, Symbol):
             offset = symbol_value(program, address.base) + address.offset
 
@@ -278,6 +280,30 @@ def build_ld(program, x: Instruction):
     return ld
 
 
+def _is_call_parameter(operand) -> bool:
+    return isinstance(operand, Register) and not operand.name.startswith("%")
+
+
+def build_call(program, x: Instruction):
+    """Of the device functions every toolkit provides; real calls are not modelled."""
+    names = [o.name for o in x.operands if isinstance(o, Symbol)]
+    if names != ["__assertfail"]:
+        raise PtxError(f"{program.name}, line {x.line}: call of {names} is not modelled")
+    message, file, line = (p.index for p in x.operands[1].items[:3])
+
+    def text(w, address: int) -> str:
+        region, offset = w.machine.memory.bytes_at(address, 1)
+        return region.data[offset:].tobytes().split(b"\0")[0].decode(errors="replace")
+
+    def assertfail(w, R, m):
+        lane = lanes_of(m)[0]
+        where = f"{text(w, int(R[file][lane]))}:{int(R[line][lane])}"
+        w.report("trap", f"assertion failed: {text(w, int(R[message][lane]))} ({where})")
+        w.groups = []
+
+    return assertfail
+
+
 def widen(value: np.ndarray, kind: str, target) -> np.ndarray:
     """Sign- or zero-extended to the register's width."""
     size = value.dtype.itemsize
@@ -292,6 +318,9 @@ def build_st(program, x: Instruction):
     parts, kind = x.parts, x.parts[-1]
     element = element_bytes(kind)
     space = space_of(parts)
+    if space == "param" and _is_call_parameter(x.operands[0].base):
+        source = reader(program, x.operands[1], element)
+        return lambda w, R, m: put(R, x.operands[0].base, source(w, R), m)
     where = address_reader(program, x.operands[0], space)
     sources = [reader(program, v, element) for v in _items(x.operands[1])]
 
@@ -1358,7 +1387,7 @@ _BUILDERS = {
     "rcp": build_math, "rsqrt": build_math, "sqrt": build_math, "tanh": build_math, "sin": build_math,
     "cos": build_math, "cvt": build_cvt, "mbarrier": build_mbarrier, "setmaxnreg": build_setmaxnreg,
     "stmatrix": build_matrix, "ldmatrix": build_matrix, "fence": build_fence, "membar": build_fence,
-    "trap": build_trap, "brkpt": build_trap, "isspacep": build_isspacep, "createpolicy": build_createpolicy,
+    "trap": build_trap, "call": build_call, "brkpt": build_trap, "isspacep": build_isspacep, "createpolicy": build_createpolicy,
     "mapa": build_mapa, "prefetch": _nothing, "prefetchu": _nothing, "applypriority": _nothing, "discard": _nothing,
     "nanosleep": _nothing, "griddepcontrol": _nothing, "pmevent": _nothing,
 }  # fmt: skip

@@ -313,7 +313,15 @@ class _Body:
             self.kernel.variables.append(_variable(text))
             return
         if text.startswith("."):
-            if text.startswith((".branchtargets", ".callprototype", ".param")):
+            if text.startswith(".param"):  # of a call: kept as a register
+                found = re.match(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(\w+)$", text)
+                if not found:
+                    raise PtxError(f"line {line}: not modelled: {text}")
+                register = Register(len(self.kernel.registers), TYPE_BYTES[found.group(1)], found.group(2))
+                self.scope.registers[register.name] = register
+                self.kernel.registers.append(register)
+                return
+            if text.startswith((".branchtargets", ".callprototype")):
                 raise PtxError(f"line {line}: not modelled: {text}")
             return
         predicate, negated = None, False
@@ -323,10 +331,7 @@ class _Body:
             predicate = self.scope.register(guard.lstrip("!"))
             if predicate is None:
                 raise PtxError(f"line {line}: unknown predicate {guard}")
-        opcode, _, operands = text.strip().partition(" ")
-        if "\t" in opcode:
-            opcode, _, rest = text.strip().partition("\t")
-            operands = rest
+        opcode, operands = re.match(r"([\w.:]+)(.*)$", text.strip(), re.S).groups()
         self.pending.append((Instruction(opcode.strip(), [], line, predicate, negated), operands, self.scope))
 
     def _operand(self, text: str, scope: _Scope, line: int):
@@ -335,6 +340,8 @@ class _Body:
             return Sink()
         if text.startswith("{"):
             return Vector(tuple(self._operand(x, scope, line) for x in _split(text[1 : text.rindex("}")])))
+        if text.startswith("("):
+            return Vector(tuple(self._operand(x, scope, line) for x in _split(text[1 : text.rindex(")")])))
         if text.startswith("["):
             inner = text[1 : text.rindex("]")].strip()
             parts = _split(inner)

@@ -451,9 +451,8 @@ def _build_wgmma(program, x: Instruction):
     def mma(w, R, m):
         if m is not None:
             w.report("illegal", "wgmma in a diverged warp")
-        if not getattr(w, "wgmma_fenced", False):
-            w.report("race", "wgmma without wgmma.fence before it")
         accumulate = bool(scale_d(w, R)[0])
+        _check_fenced(w, R, (a_indices or []) + (d if accumulate else []), d)
         try:
             b_offsets, b_granules = _operand(int(b_descriptor(w, R)[0]), n, 16, transposed_b, None, w)
             if a_registers:
@@ -530,7 +529,20 @@ def _operand(descriptor: int, mn: int, k: int, mn_major: bool, quarter: int | No
 
 
 def _wgmma_fence(w, R, m) -> None:
-    w.wgmma_fenced = True
+    w.wgmma_fenced = list(R)  # registers are immutable arrays: a changed one is another object
+
+
+def _check_fenced(w, R: list, read: list[int], accumulators: list[int]) -> None:
+    """9.7.15.7.1: a fence after the last write of A's and the accumulator's registers, other than by wgmma itself."""
+    if w.wgmma_fenced is None:
+        w.report("race", "wgmma without wgmma.fence before it")
+        return
+    known = w.fragments.get(accumulators[0])
+    for i in read:
+        if R[i] is not w.wgmma_fenced[i] and not (known is not None and R[i].base is known[1]):
+            name = w.cta.program.kernel.registers[i].name
+            w.report("race", f"wgmma reads {name}, written after the last wgmma.fence")
+            return
 
 
 def _wgmma_commit(w, R, m) -> None:

@@ -191,7 +191,7 @@ class Warp:
         self.bulk_groups: dict[int, list[list[AsyncOp]]] = {}
         self.wgmma_open: list[AsyncOp] = []
         self.wgmma_groups: list[list[AsyncOp]] = []
-        self.wgmma_agent_epoch = 0
+        self.wgmma_fenced: list | None = None  # the registers at the last wgmma.fence
         self.tensor_ops: dict[str, list[AsyncOp]] = {"ld": [], "st": []}
         self.tensor_in_order: set[int] = set()
         self.tensor_last: tuple[int, int] | None = None

@@ -37,6 +37,14 @@ def unpack_cutlass() -> Path:
     return unpack()
 
 
+def is_stale(cache: Path, nvcc: str) -> bool:
+    """Whether a build folder belongs to another compiler (CMake would drop its settings) or source tree."""
+    if not cache.exists():
+        return False
+    lines = cache.read_text().splitlines()
+    return f"CMAKE_CUDA_COMPILER:STRING={nvcc}" not in lines or f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}" not in lines
+
+
 class CMakeBuild(build_ext):
     """One CMake build for the one extension; incremental in build/<interpreter tag>."""
 
@@ -55,6 +63,7 @@ class CMakeBuild(build_ext):
         nvcc = find_nvcc()
         configure = [
             "cmake",
+            *(["--fresh"] if is_stale(build / "CMakeCache.txt", nvcc) else []),
             "-S", str(ROOT),
             "-B", str(build),
             "-G", "Ninja",

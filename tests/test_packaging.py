@@ -1,6 +1,7 @@
 """What the build promises: architectures, the run-time library, the pinned headers, and clear failures."""
 
 import os
+import runpy
 import shutil
 import struct
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import setuptools
 
 from msa_ext import _runtime
 
@@ -83,6 +85,18 @@ def test_no_nvcc_is_a_clear_error(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode != 0
     assert "CUDA_HOME" in done.stderr and "MSA_BUILD_CUDA=0" in done.stderr
+
+
+def test_a_build_folder_of_another_compiler_is_stale(tmp_path, monkeypatch):
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    is_stale = runpy.run_path(str(ROOT / "setup.py"))["is_stale"]
+    cache = tmp_path / "CMakeCache.txt"
+    assert not is_stale(cache, "/a/nvcc")
+    cache.write_text(f"CMAKE_CUDA_COMPILER:STRING=/a/nvcc\nCMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n")
+    assert not is_stale(cache, "/a/nvcc")
+    assert is_stale(cache, "/b/nvcc")
+    cache.write_text("CMAKE_CUDA_COMPILER:STRING=/a/nvcc\nCMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere\n")
+    assert is_stale(cache, "/a/nvcc")
 
 
 def test_unknown_architecture_is_a_clear_error(tmp_path):

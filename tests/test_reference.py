@@ -169,13 +169,13 @@ def test_no_intermediate_is_larger_than_q():
     assert 0 < seen.elements <= data.q.numel()
 
 
-def test_a_4k_token_pack_takes_less_than_a_minute():
+def test_a_4k_token_pack_takes_less_than_a_minute_of_two_cores():
     lengths = load_packs()["pack_12"].document_lengths(4096)
     case = cases.Case("pack_4096", tuple(lengths), num_kv_heads=4, topk=16, small=False)
-    began = time.perf_counter()
+    began = time.process_time()  # of all threads: what else the machine does is left out
     data = cases.make(case)  # the forward is the reference's
     got = reference.backward(*data.arguments())
-    assert time.perf_counter() - began < 60
+    assert time.process_time() - began < 2 * 60
     tokens, blocks = [0, lengths[0] + 700, 4095], [3, 12]
     args = (data.problem(), data.grad_out, data.lse, data.out)
     dk, dv = oracle.sampled_dkv(*args, blocks)

@@ -1,4 +1,7 @@
-"""Runs msa_ext's CUDA pipeline in the simulator, in a process of its own: another libcudart must not be loaded."""
+"""Runs msa_ext's CUDA pipeline in the simulator, in a process of its own: another libcudart must not be loaded.
+
+`PYTHONPATH=.:tests python -m simulator.pipeline [FIRST_LINE]` scores generated mutations of the Hopper backward.
+"""
 
 from __future__ import annotations
 
@@ -85,3 +88,67 @@ def task_table(device: str, case_name: str, mode: str, seed: int) -> tuple[list,
     slots = 128 // case.group
     headers = section("task_headers").view(-1, 4)[:count]
     return headers.tolist(), section("task_tokens").view(-1, slots)[:count].tolist()
+
+
+HOPPER_KERNEL = "backward_kernelILi16ELNS_7DqAccumE2"  # group 16, FP32 dQ
+
+
+def mutate_hopper(first_line: int = 0) -> None:
+    """Prints what catches each deletion of a wait, arrive, fence or commit of the Hopper backward; about ten minutes.
+
+    The case has two documents, 20 and 3 tokens: four tasks in two segments.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    import cases
+    from msa_ext import reference
+    from msa_ext.backward import run_backward
+    from msa_ext.testing import compare
+    from simulator import SimulationError, Simulator, mutation
+
+    data = cases.make(cases.Case("two_documents", (20, 3)), seed=3)
+    expected = reference.backward(*data.arguments(), compute_dtype=torch.float64)
+    original = {}
+
+    def first_kernel(text: str) -> str:
+        """The module cut after its first kernel, the one that runs."""
+        begin = text.index(".visible .entry")
+        cut = text[: text.index(".visible .entry", begin + 1)]
+        assert HOPPER_KERNEL in cut
+        return cut
+
+    def run(text: str, mode: str, seed: int) -> bool:
+        def rewrite(module: str) -> str:
+            if HOPPER_KERNEL not in module:
+                return module
+            original["text"] = first_kernel(module)
+            return text or original["text"]
+
+        simulator = Simulator("h200", num_sms=2, mode=mode, seed=seed)
+        simulator.rewrite = rewrite
+        with simulator:
+            try:
+                got = run_backward(*data.arguments(), backend="sm90", dq_accum="fp32")
+            except RuntimeError as error:
+                raise SimulationError(str(simulator.error or error)) from error
+        try:
+            compare.check_all(got, expected, data.dead_rows, dq_accum="fp32")
+        except AssertionError:
+            return False
+        return True
+
+    assert run("", "late", 0)
+    mutants = mutation.mutations(original["text"])
+    # So small a case leaves most keys without weight, so that wrong descriptors can be right.
+    found = [m for m in mutants if int(m.name.split()[1].rstrip(":")) >= first_line and " of B:" not in m.name]
+    for mutant in found:
+        mutation.score([mutant], run, seeds=1)
+        print(mutation.table([mutant]).split("\n")[1], flush=True)
+    print(mutation.table(found).split("\n")[-1])
+
+
+if __name__ == "__main__":
+    import sys
+
+    mutate_hopper(*map(int, sys.argv[1:]))

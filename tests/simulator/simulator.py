@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +86,7 @@ class Simulator:
 
     Attributes:
         reports: findings of severity warning and error, oldest first.
+        rewrite: changes the PTX text of a library's module before it is parsed.
     """
 
     _active: Simulator | None = None
@@ -116,6 +118,7 @@ class Simulator:
         self._stubs: dict[int, tuple[int, str]] = {}
         self._fatbins: dict[int, int] = {}
         self.error: BaseException | None = None
+        self.rewrite: Callable[[str], str] | None = None
 
     # ---- memory
 
@@ -340,7 +343,8 @@ class Simulator:
             arch = self.major * 10 + self.minor
             if arch not in entries:
                 raise SimulationError(f"{name}: no PTX for sm_{arch}, only for {sorted(entries)}")
-            self._modules[handle] = Module(self, entries[arch])
+            text = entries[arch] if self.rewrite is None else self.rewrite(entries[arch])
+            self._modules[handle] = Module(self, text)
         return self._modules[handle].program(name)
 
     def _on_launch(self, stub, sizes, arguments, shared_bytes, stream, cooperative, overlap) -> int:

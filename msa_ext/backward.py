@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import NamedTuple
 
 import torch
@@ -88,13 +89,16 @@ def run_backward(
 
     inputs = (q, k_aligned, v_aligned, grad_out, lse, out)
     outputs = []
+    taken = None  # extents an output must not touch; only worked out when one is given
     for name, given, like, dtype in (
         ("dq", dq, q, torch.bfloat16),
         ("dk", dk, k_aligned, kv_grad_dtype),
         ("dv", dv, v_aligned, kv_grad_dtype),
     ):
         if given is not None:
-            _check_output(name, given, tuple(like.shape), dtype, device, inputs, outputs)
+            if taken is None:
+                taken = [_extent(tensor) for tensor in (*inputs, *_schedule_tensors(schedule))]
+            taken.append(_check_output(name, given, like.shape, dtype, device, taken))
         outputs.append(given)
     if chosen == "reference":
         schedule.validate(
@@ -181,9 +185,13 @@ def _check_scale(softmax_scale: float | None) -> float:
         return HEAD_DIM**-0.5
     if not isinstance(softmax_scale, (int, float)) or isinstance(softmax_scale, bool):
         raise TypeError(f"softmax_scale: expected a float, got {type(softmax_scale).__name__}")
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale: expected a finite value, got {softmax_scale}")
-    return float(softmax_scale)
+    try:
+        scale = float(softmax_scale)
+    except OverflowError:
+        scale = math.inf
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale: expected a finite value, got {scale}")
+    return scale
 
 
 def _resolve(
@@ -234,7 +242,13 @@ def _cuda_backend(device: torch.device, backend: str | None) -> support.Backend:
     return found
 
 
-def _check_output(name, given, shape, dtype, device, inputs, earlier) -> None:
+def _schedule_tensors(schedule: MSABackwardSchedule) -> list[Tensor]:
+    values = (getattr(schedule, field.name) for field in fields(schedule))
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _check_output(name, given, shape, dtype, device, taken) -> tuple[int, int]:
+    """Raises unless `given` can be filled in place without touching the `taken` extents; returns its own."""
     _validate.tensor(name, given, dtype=dtype)
     _validate.shape(name, given, shape)
     _validate.device(name, given, device, "q's")
@@ -243,10 +257,10 @@ def _check_output(name, given, shape, dtype, device, inputs, earlier) -> None:
     if given.data_ptr() % 16:
         raise ValueError(f"{name}: expected an address aligned to 16 bytes, got {given.data_ptr():#x}")
     begin, end = _extent(given)
-    for other in (*inputs, *(x for x in earlier if x is not None)):
-        other_begin, other_end = _extent(other)
+    for other_begin, other_end in taken:
         if begin < other_end and other_begin < end:
             raise ValueError(f"{name}: expected memory that overlaps no other argument, got an overlap")
+    return begin, end
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -254,5 +268,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return 0, 0
     begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return begin, begin + (last + 1) * tensor.element_size()

@@ -18,10 +18,13 @@ FLAGS = {
 FATAL = sum(bit for name, bit in FLAGS.items() if name != "work_count_clamped")
 
 _last: dict[torch.device, Tensor] = {}
+_latest: torch.device | None = None  # device of the last call
 
 
 def flags_tensor(device: torch.device) -> Tensor:
     """int32 `[1]` that every call on `device` writes its flags to."""
+    global _latest
+    _latest = device
     if device not in _last:
         _last[device] = _runtime.empty((1,), torch.int32, device).zero_()
     return _last[device]
@@ -36,13 +39,11 @@ def last_flags(device: torch.device | str | None = None) -> set[str]:
     """Names of the flags that the last CUDA call raised; synchronises. Offending tasks were skipped.
 
     Args:
-        device: default: the device of the most recent first call.
+        device: default: the device of the last call. "cuda" without an index is the current device.
     """
-    if device is None:
-        if not _last:
-            return set()
-        device = next(reversed(_last))
-    device = torch.device(device)
+    device = _latest if device is None else torch.device(device)
+    if device is not None and device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if device not in _last:
         return set()
     _runtime.synchronize(device)

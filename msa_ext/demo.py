@@ -104,7 +104,7 @@ def run(pack: str, num_tokens: int, device_name: str, seed: int, save: Path | No
     """Runs the demo and prints its report; True if every gradient is within tolerance.
 
     Raises:
-        ValueError: unknown pack, a token budget out of range, or a device that is not there.
+        ValueError: unknown pack, a token budget out of range, a device or a folder to save in that is not there.
     """
     packs = load_packs()
     if pack not in packs:
@@ -115,6 +115,8 @@ def run(pack: str, num_tokens: int, device_name: str, seed: int, save: Path | No
         device_name = "cuda" if torch.cuda.is_available() else "cpu"
     if device_name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: expected a machine with a CUDA device for cuda, got none; try --device cpu")
+    if save is not None and not save.parent.is_dir():
+        raise ValueError(f"--save: expected a file in an existing folder, got {save}")
     device = torch.device(device_name, 0) if device_name == "cuda" else torch.device("cpu")
 
     lengths = packs[pack].document_lengths(num_tokens)

@@ -60,6 +60,7 @@ Q_SHAPE, KV_SHAPE = (260, 32, 128), (512, 2, 128)
         ({"grad_out": _wide(Q_SHAPE).to("meta")}, ValueError, r"grad_out: expected q's device cpu, got meta"),
         ({"softmax_scale": "1"}, TypeError, r"softmax_scale: expected a float, got str"),
         ({"softmax_scale": float("nan")}, ValueError, r"softmax_scale: expected a finite value, got nan"),
+        ({"softmax_scale": 10**400}, ValueError, r"softmax_scale: expected a finite value, got inf"),
         ({"dq_accum": "bf8"}, ValueError, r"dq_accum: expected one of bf16, fp16, fp32 or None, got 'bf8'"),
         ({"deterministic": 1}, TypeError, r"deterministic: expected a bool, got int"),
         ({"backend": 5}, TypeError, r"backend: expected a str or None, got int"),
@@ -85,6 +86,18 @@ def test_rejects_outputs_that_overlap():
     shared = torch.zeros(KV_SHAPE, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="dv: expected memory that overlaps no other argument"):
         run_backward(**named, dk=shared, dv=shared)
+
+
+def test_rejects_an_output_over_the_schedule():
+    named = _arguments()
+    schedule = named["schedule"]
+    dq = torch.zeros(Q_SHAPE, dtype=torch.bfloat16)
+    inside = dq.view(torch.int32).view(-1)[: schedule.q_indices.numel()].view_as(schedule.q_indices)
+    inside.copy_(schedule.q_indices)
+    named["schedule"] = dataclasses.replace(schedule, q_indices=inside)
+    with pytest.raises(ValueError, match="dq: expected memory that overlaps no other argument"):
+        run_backward(**named, dq=dq)
+    assert torch.equal(inside, schedule.q_indices)
 
 
 def test_rejects_bad_schedule_content_before_writing():
@@ -236,6 +249,21 @@ def test_cpu_options():
 def test_inputs_that_require_grad():
     named = _arguments(q=lambda x: x.requires_grad_(), k_aligned=lambda x: x.requires_grad_())
     assert not any(gradient.requires_grad for gradient in run_backward(**named))
+
+
+def test_last_flags_by_device(monkeypatch):
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    raised = {first: torch.tensor([4], dtype=torch.int32), second: torch.tensor([8], dtype=torch.int32)}
+    monkeypatch.setattr(debug, "_last", raised)
+    monkeypatch.setattr(debug, "_latest", None)
+    monkeypatch.setattr(_runtime, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert debug.last_flags() == set()
+    for device, expected in ((first, {"bad_item"}), (second, {"bad_query_index"}), (first, {"bad_item"})):
+        debug.flags_tensor(device)
+        assert debug.last_flags() == expected
+    assert debug.last_flags("cuda") == {"bad_item"}
+    assert debug.last_flags("cuda:1") == {"bad_query_index"}
 
 
 def test_decode_flags():

@@ -37,6 +37,7 @@ def test_demo_fails_on_wrong_gradients(monkeypatch, capsys):
     "arguments, message",
     [
         (["--pack", "pack_0"], "--pack: expected one of pack_11, pack_12"),
+        (["--save", "no/such/folder/x.safetensors"], "--save: expected a file in an existing folder, got no/such"),
         (["--tokens", "0"], r"--tokens: expected a value in \[1, 196608\], got 0"),
     ],
 )

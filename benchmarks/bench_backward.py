@@ -273,6 +273,8 @@ def main() -> int:
     if unknown:
         parser.exit(2, f"error: --cases: expected names of tests/cases.py, got {', '.join(unknown)}\n")
     backend = arguments.backend or support.default_backend(torch.cuda.get_device_capability())
+    if backend not in support.cuda_backends():
+        parser.exit(2, f"error: --backend: expected one of {', '.join(support.cuda_backends())}, got {backend}\n")
     accums = (arguments.dq_accum or support.cuda_backends()[backend].default_dq_accum).split(",")
 
     timer = Timer(arguments.repeats)

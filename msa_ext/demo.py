@@ -100,6 +100,16 @@ def _check(problem: oracle.Problem, grad_out, lse, out, gradients, accum, seed: 
     return what, compare.compare_all(tuple(got), expected, dead[tokens], dq_accum=accum)
 
 
+def _gpu_backend() -> support.Backend | None:
+    """The backend of the first GPU; None where there is no GPU or nothing that runs on it is built."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return support.cuda_backends().get(support.default_backend(torch.cuda.get_device_capability(0)))
+    except RuntimeError:  # the extension does not load
+        return None
+
+
 def run(pack: str, num_tokens: int, device_name: str, seed: int, save: Path | None) -> bool:
     """Runs the demo and prints its report; True if every gradient is within tolerance.
 
@@ -111,10 +121,14 @@ def run(pack: str, num_tokens: int, device_name: str, seed: int, save: Path | No
         raise ValueError(f"--pack: expected one of {', '.join(packs)}, got {pack!r}")
     if not 1 <= num_tokens <= packs[pack].cu_seqlens[-1]:
         raise ValueError(f"--tokens: expected a value in [1, {packs[pack].cu_seqlens[-1]}], got {num_tokens}")
+    gpu_backend = _gpu_backend()
     if device_name == "auto":
-        device_name = "cuda" if torch.cuda.is_available() else "cpu"
-    if device_name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: expected a machine with a CUDA device for cuda, got none; try --device cpu")
+        device_name = "cpu" if gpu_backend is None else "cuda"
+    if device_name == "cuda" and gpu_backend is None:
+        raise ValueError(
+            "--device: expected a GPU that a built backend runs on for cuda, got none (`python -m msa_ext info` says "
+            "why); try --device cpu"
+        )
     if save is not None and not save.parent.is_dir():
         raise ValueError(f"--save: expected a file in an existing folder, got {save}")
     device = torch.device(device_name, 0) if device_name == "cuda" else torch.device("cpu")
@@ -154,9 +168,7 @@ def run(pack: str, num_tokens: int, device_name: str, seed: int, save: Path | No
         [0] * len(lengths),
         HEAD_DIM**-0.5,
     )
-    backend = support.REFERENCE
-    if device.type == "cuda":
-        backend = support.cuda_backends()[support.default_backend(torch.cuda.get_device_capability(device))]
+    backend = gpu_backend if device.type == "cuda" else support.REFERENCE
     cpu = [x.cpu() for x in (grad_out, lse, out)]
     checked, errors = clock.run(
         "check (float64 oracle)",

@@ -50,6 +50,17 @@ def test_demo_rejects(arguments, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_a_gpu_without_a_backend(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    assert main(["demo", "--tokens", "64"]) == 0
+    assert "device     CPU, backend reference" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit_info:
+        main(["demo", "--tokens", "64", "--device", "cuda"])
+    assert exit_info.value.code == 2
+    assert "--device: expected a GPU that a built backend runs on for cuda, got none" in capsys.readouterr().err
+
+
 def test_help(capsys):
     for arguments in (["--help"], ["demo", "--help"], ["info", "--help"]):
         with pytest.raises(SystemExit) as exit_info:

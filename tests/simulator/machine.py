@@ -194,7 +194,7 @@ class Warp:
         self.wgmma_fenced: list | None = None  # the registers at the last wgmma.fence
         self.tensor_ops: dict[str, list[AsyncOp]] = {"ld": [], "st": []}
         self.tensor_in_order: set[int] = set()
-        self.tensor_last: tuple[int, int] | None = None
+        self.tensor_last: tuple[int, int, np.ndarray] | None = None
         self.fragments: dict[int, tuple] = {}
         self.register_count = cta.launch_registers
         self.local = None

@@ -445,7 +445,7 @@ def _build_mma(program, x: Instruction):
 
         op = _issue(w, ("tcgen05.mma", w.cta.index, w.index), "tcgen05.mma", x.line, act)
         op.agent, op.epoch = agent, epoch
-        w.tensor_last = agent, epoch
+        w.tensor_last = agent, epoch, known.copy()
 
     return mma
 
@@ -467,7 +467,8 @@ def _build_commit(program, x: Instruction):
         clocks = w.cta.clocks
         token = [v.copy() for v in clocks.token(w.index)]
         if w.tensor_last is not None:
-            agent, epoch = w.tensor_last
+            agent, epoch, known = w.tensor_last
+            np.maximum(token[2], known, out=token[2])  # what the MMA was ordered after came before it
             for part in (token[0], token[2]):
                 part[agent] = max(part[agent], epoch)
 

@@ -41,10 +41,9 @@ __device__ __forceinline__ void mbarrier_wait_tmem(uint64_t* bar, uint32_t parit
 namespace detail {
 
 template <size_t... kIndex>
-__device__ __forceinline__ void tmem_load(float (&x)[32], uint32_t address,
+__device__ __forceinline__ void tmem_load(uint32_t (&x)[32], uint32_t address,
                                           std::index_sequence<kIndex...>) {
-  cute::SM100::TMEM::LOAD::SM100_TMEM_LOAD_32dp32b32x::copy(
-      address, reinterpret_cast<uint32_t&>(x[kIndex])...);
+  cute::SM100::TMEM::LOAD::SM100_TMEM_LOAD_32dp32b32x::copy(address, x[kIndex]...);
 }
 
 template <size_t... kIndex>
@@ -56,14 +55,17 @@ __device__ __forceinline__ void tmem_store(uint32_t address, const uint32_t (&x)
 }  // namespace detail
 
 // 32 columns of the thread's lane; the registers hold them after tmem_wait_load.
-__device__ __forceinline__ void tmem_load(float (&x)[32], uint32_t address) {
+__device__ __forceinline__ void tmem_load(uint32_t (&x)[32], uint32_t address) {
   detail::tmem_load(x, address, std::make_index_sequence<32>{});
 }
-// Waits for the warp's loads; no read of x moves above it.
-__device__ __forceinline__ void tmem_wait_load(float (&x)[32]) {
+// Waits for the warp's loads; no read of `loaded` moves above it.
+__device__ __forceinline__ void tmem_wait_load(uint32_t (&loaded)[32], float (&x)[32]) {
   asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(x[i]));
+  for (int i = 0; i < 32; ++i) {
+    asm volatile("" : "+r"(loaded[i]));
+    x[i] = __uint_as_float(loaded[i]);
+  }
 }
 __device__ __forceinline__ void tmem_store(uint32_t address, const uint32_t (&x)[16]) {
   detail::tmem_store(address, x, std::make_index_sequence<16>{});
@@ -91,6 +93,7 @@ struct SmemOperand {
   static constexpr Major kMajor = kMajorOfTile;
   uint32_t address;
 
+  // Of the tile `offset_bytes` further.
   __device__ __forceinline__ uint64_t descriptor(uint32_t offset_bytes) const {
     cute::UMMA::SmemDescriptor descriptor;
     descriptor.version_ = 1;
@@ -98,7 +101,7 @@ struct SmemOperand {
     descriptor.leading_byte_offset_ = kLeadingBytes >> 4;
     descriptor.stride_byte_offset_ = kStrideBytes >> 4;
     // Shared addresses are below 2^18, so that no carry leaves the start-address field.
-    descriptor.lo += (address + offset_bytes) >> 4;
+    descriptor.lo += (address >> 4) + (offset_bytes >> 4);
     return descriptor;
   }
 };

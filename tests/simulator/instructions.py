@@ -251,11 +251,13 @@ def build_ld(program, x: Instruction):
         where = address_reader(program, address, space)
 
         def ld_param_at(w, R, m):
-            addresses = where(w, R)
+            lanes = lanes_of(m)
+            addresses = where(w, R)[lanes]
             for i, target in enumerate(targets):
                 values = np.zeros(LANES, UNSIGNED[element])
-                for lane in lanes_of(m):
-                    values[lane] = w.cta.launch.parameter(int(addresses[lane]) + i * element, element)[0]
+                for address in np.unique(addresses):
+                    value = w.cta.launch.parameter(int(address) + i * element, element)[0]
+                    values[lanes[addresses == address]] = value
                 put(R, target, widen(values, kind, target), m)
 
         return ld_param_at

@@ -64,13 +64,66 @@ def mutations(text: str) -> list[Mutation]:
                 wrong = f"{{ .reg .b64 wrong; xor.b64 wrong, {accumulate.group(3)}, {bits};\n"
                 wrong += f"{accumulate.group(1)}{accumulate.group(2)}, wrong, {accumulate.group(4)} }}"
                 add(number, wrong, f"{what} of B")
+        test = re.match(r"setp\.(\w+)\.s32\s+(%\w+), (%\w+), (%?\w+);", body)
+        branches = test and number + 1 < len(lines) and lines[number + 1].strip().startswith(f"@{test.group(2)} bra")
+        if branches and test.group(1) == "lt" and test.group(4) == "0":
+            add(number, f"setp.ne.s32 {test.group(2)}, 0, 0;", "empty slots not skipped")
+        if branches and test.group(1) == "le" and test.group(4).startswith("%"):
+            add(number, f"setp.eq.s32 {test.group(2)}, 0, 0;", "causal test dropped")
+        if test and test.group(1) == "lt" and test.group(4) == "127":
+            add(number, f"setp.ne.s32 {test.group(2)}, 0, 0;", "diagonal not seen")
+        for what, changed in _tensor_faults(body):
+            add(number, changed, what)
     return result
 
 
-def score(found: list[Mutation], run: Callable[[str, str, int], bool], seeds: int = 2) -> list[Mutation]:
-    """Runs every mutation in every mode; `run(text, mode, seed)` says whether the results are right."""
+def _tensor_faults(code: str) -> list[tuple[str, str]]:
+    """(what, changed line) of the faults that only kernels with tensor memory have; `code` has no predicate."""
+
+    def xored(register: str, bits: int, line: str) -> str:
+        kind = "b64" if register.startswith("%rd") else "b32"
+        return f"{{ .reg .{kind} wrong; xor.{kind} wrong, {register}, {bits};\n{line.replace(register, 'wrong')} }}"
+
+    faults = []
+    count = re.match(r"mbarrier\.init\S*\s+\[[^\]]*\],\s*(%\w+);", code)
+    if count:
+        for delta in (1, -1):
+            line = code.replace(f", {count.group(1)};", ", wrong;")
+            faults.append(
+                (f"count {delta:+}", f"{{ .reg .b32 wrong; add.s32 wrong, {count.group(1)}, {delta};\n{line} }}")
+            )
+    mma = re.match(r"tcgen05\.mma\S*\s+\[(%r\w+)\], (\[?)(%\w+)\]?, (%rd\w+), (%r\w+),", code)
+    if mma:
+        target, in_tensor_memory, a, b, instruction = mma.groups()
+        faults.append(("accumulator +32", xored(target, 32, code)))
+        if in_tensor_memory:
+            faults.append(("A +8 columns", xored(a, 8, code)))
+        else:
+            faults.append(("A transposed", xored(instruction, 1 << 15, code)))
+        faults.append(("B transposed", xored(instruction, 1 << 16, code)))
+        faults.append(("stride of B", xored(b, 1 << 38, code)))
+    access = re.match(r"tcgen05\.(?:ld|st)\S*?\.b32\s*.*\[(%r\w+)(?:\s*\+\s*\d+)?\]", code)
+    if access:
+        faults.append(("column +32", xored(access.group(1), 32, code)))
+        faults.append(("next lane quarter", xored(access.group(1), 32 << 16, code)))
+    return faults
+
+
+def score(
+    found: list[Mutation],
+    run: Callable[[str, str, int], bool],
+    seeds: int = 2,
+    modes: tuple[str, ...] = ("eager", "late", "random"),
+    first_catch: bool = False,
+) -> list[Mutation]:
+    """Runs every mutation in every mode, or until its `first_catch`.
+
+    `run(text, mode, seed)` says whether the results are right.
+    """
     for mutation in found:
-        for mode in ("eager", "late", "random"):
+        for mode in modes:
+            if first_catch and mutation.caught:
+                break
             for seed in range(seeds if mode == "random" else 1):
                 try:
                     verdict = None if run(mutation.text, mode, seed) else "wrong values"

@@ -1,12 +1,16 @@
 """Runs msa_ext's CUDA pipeline in the simulator, in a process of its own: another libcudart must not be loaded.
 
-`PYTHONPATH=.:tests python -m simulator.pipeline [FIRST_LINE]` scores generated mutations of the Hopper backward.
+`PYTHONPATH=.:tests python -m simulator.pipeline sm90|sm100 [PART PARTS]` scores generated mutations of a main kernel,
+all of them or every PARTS-th.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+from dataclasses import dataclass
+
+from simulator import mutation
 
 
 class Worker:
@@ -23,8 +27,11 @@ class Worker:
         self._pool.shutdown()
 
 
-def gradients(device: str, case_name: str, backend: str, accum: str, mode: str, seed: int, **options) -> list[str]:
-    """Runs a case of tests/cases.py and compares it with the float64 reference; returns the names of the kernels run.
+def gradients(device: str, case, backend: str, accum: str, mode: str, seed: int, num_sms: int = 4, **options) -> list:
+    """Runs a case (or one of tests/cases.py by name) into poisoned outputs and compares with the float64 reference.
+
+    Returns:
+        Names of the kernels run.
 
     Raises:
         AssertionError: gradients out of tolerance.
@@ -39,10 +46,14 @@ def gradients(device: str, case_name: str, backend: str, accum: str, mode: str, 
     from msa_ext.testing import compare
     from simulator import Simulator
 
-    data = cases.make(cases.CASES[case_name], seed=3)
+    data = cases.make(cases.CASES[case] if isinstance(case, str) else case, seed=3)
     expected = reference.backward(*data.arguments(), compute_dtype=torch.float64)
-    with Simulator(device, num_sms=4, mode=mode, seed=seed, **options) as simulator:
-        got = run_backward(*data.arguments(), backend=backend, dq_accum=accum)
+    outputs = {
+        name: torch.full_like(x, torch.nan)
+        for name, x in (("dq", data.q), ("dk", data.k_aligned), ("dv", data.v_aligned))
+    }
+    with Simulator(device, num_sms=num_sms, mode=mode, seed=seed, **options) as simulator:
+        got = run_backward(*data.arguments(), backend=backend, dq_accum=accum, **outputs)
         reports = [str(r) for r in simulator.reports]
         kernels = [name for name, _, _ in simulator.launches]
     compare.check_all(got, expected, data.dead_rows, dq_accum=accum)
@@ -90,13 +101,29 @@ def task_table(device: str, case_name: str, mode: str, seed: int) -> tuple[list,
     return headers.tolist(), section("task_tokens").view(-1, slots)[:count].tolist()
 
 
-HOPPER_KERNEL = "backward_kernelILi16ELNS_7DqAccumE2"  # group 16, FP32 dQ
+@dataclass(frozen=True)
+class Mutated:
+    """A main kernel, the first of its module, and how it is run; two documents of 20 and 3 tokens: four tasks."""
+
+    device: str
+    backend: str
+    kernel: str  # part of its symbol
+    accum: str
+    modes: tuple[str, ...]
+    first_catch: bool
 
 
-def mutate_hopper(first_line: int = 0) -> None:
-    """Prints what catches each deletion of a wait, arrive, fence or commit of the Hopper backward; about ten minutes.
+MUTATED = {
+    "sm90": Mutated("h200", "sm90", "sm9015backward_kernelILi16ELNS_7DqAccumE2", "fp32", ("eager", "late", "random"), False),
+    "sm100": Mutated("b200", "sm100", "sm10015backward_kernelILi16ELNS_7DqAccumE0", "bf16", ("late", "random", "eager"), True),
+}  # fmt: skip
 
-    The case has two documents, 20 and 3 tokens: four tasks in two segments.
+
+def mutate(backend: str, part: int = 0, parts: int = 1, say=None) -> list[mutation.Mutation]:
+    """Scores every `parts`-th generated mutation of a backend's main kernel, from the `part`-th on.
+
+    Args:
+        say: called with the line of the table of each mutation, as it is scored.
     """
     import torch
 
@@ -105,8 +132,9 @@ def mutate_hopper(first_line: int = 0) -> None:
     from msa_ext import reference
     from msa_ext.backward import run_backward
     from msa_ext.testing import compare
-    from simulator import SimulationError, Simulator, mutation
+    from simulator import SimulationError, Simulator
 
+    target = MUTATED[backend]
     data = cases.make(cases.Case("two_documents", (20, 3)), seed=3)
     expected = reference.backward(*data.arguments(), compute_dtype=torch.float64)
     original = {}
@@ -115,40 +143,44 @@ def mutate_hopper(first_line: int = 0) -> None:
         """The module cut after its first kernel, the one that runs."""
         begin = text.index(".visible .entry")
         cut = text[: text.index(".visible .entry", begin + 1)]
-        assert HOPPER_KERNEL in cut
+        assert target.kernel in cut
         return cut
 
     def run(text: str, mode: str, seed: int) -> bool:
         def rewrite(module: str) -> str:
-            if HOPPER_KERNEL not in module:
+            if target.kernel not in module:
                 return module
             original["text"] = first_kernel(module)
             return text or original["text"]
 
-        simulator = Simulator("h200", num_sms=2, mode=mode, seed=seed)
+        simulator = Simulator(target.device, num_sms=2, mode=mode, seed=seed)
         simulator.rewrite = rewrite
         with simulator:
             try:
-                got = run_backward(*data.arguments(), backend="sm90", dq_accum="fp32")
+                got = run_backward(*data.arguments(), backend=backend, dq_accum=target.accum)
             except RuntimeError as error:
                 raise SimulationError(str(simulator.error or error)) from error
         try:
-            compare.check_all(got, expected, data.dead_rows, dq_accum="fp32")
+            compare.check_all(got, expected, data.dead_rows, dq_accum=target.accum)
         except AssertionError:
             return False
         return True
 
     assert run("", "late", 0)
-    mutants = mutation.mutations(original["text"])
-    # So small a case leaves most keys without weight, so that wrong descriptors can be right.
-    found = [m for m in mutants if int(m.name.split()[1].rstrip(":")) >= first_line and " of B:" not in m.name]
-    for mutant in found:
-        mutation.score([mutant], run, seeds=1)
-        print(mutation.table([mutant]).split("\n")[1], flush=True)
-    print(mutation.table(found).split("\n")[-1])
+    # So small a case leaves most keys without weight, so that wrong descriptors of wgmma can be right.
+    found = [m for m in mutation.mutations(original["text"]) if " of B:" not in m.name or backend != "sm90"]
+    chosen = found[part::parts]
+    for m in chosen:
+        mutation.score([m], run, seeds=3, modes=target.modes, first_catch=target.first_catch)
+        m.text = ""
+        if say:
+            say(mutation.table([m]).split("\n")[1])
+    return chosen
 
 
 if __name__ == "__main__":
     import sys
 
-    mutate_hopper(*map(int, sys.argv[1:]))
+    backend, *numbers = sys.argv[1:]
+    scored = mutate(backend, *map(int, numbers), say=lambda line: print(line, flush=True))
+    print(mutation.table(scored).split("\n")[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import subprocess
@@ -43,11 +44,14 @@ class _Launch(Launch):
         return value
 
 
+_parse = functools.lru_cache(maxsize=64)(ptx.parse)  # a process runs one library many times
+
+
 class Module:
     """Parsed PTX whose variables live in simulated memory."""
 
     def __init__(self, simulator: Simulator, text: str):
-        self.parsed = ptx.parse(text)
+        self.parsed = _parse(text)
         self.addresses: dict[str, int] = {}
         self.programs: dict[str, Program] = {}
         self.buffers = []
@@ -65,9 +69,6 @@ class Module:
                 raise KeyError(f"kernel {name!r}: expected one of {', '.join(self.parsed.kernels)}")
             self.programs[name] = Program(self.parsed, self.parsed.kernels[matches[0]], self.addresses)
         return self.programs[name]
-
-
-_PARSED: dict[str, ptx.Module] = {}
 
 
 class Simulator:

@@ -307,13 +307,14 @@ struct Compute {
   __device__ __forceinline__ void run(uint32_t num_tasks) const {
     for (uint32_t n = 0; n < num_tasks; ++n) {
       const RowStats& stats = shared.stats[n % kNumStages];
+      uint32_t loaded[kNumHalves][kChunkRows];
       float p[kNumHalves][kChunkRows];
       mbarrier_wait_tmem(&shared.bar_s_full, n % 2);
-      tmem_load(p[0], tmem_lane + kTmemS + first_row(0));
+      tmem_load(loaded[0], tmem_lane + kTmemS + first_row(0));
 #pragma unroll
       for (int half = 0; half < kNumHalves; ++half) {
-        tmem_wait_load(p[half]);
-        if (half == 0) tmem_load(p[1], tmem_lane + kTmemS + first_row(1));
+        tmem_wait_load(loaded[half], p[half]);
+        if (half == 0) tmem_load(loaded[1], tmem_lane + kTmemS + first_row(1));
         softmax(p[half], stats, half);
         uint32_t packed[kChunkRows / 2];
         pack(packed, p[half]);
@@ -322,15 +323,15 @@ struct Compute {
       }
 
       mbarrier_wait_tmem(&shared.bar_dp_full, n % 2);
-      float ds[kNumHalves][kChunkRows];
-      tmem_load(ds[0], tmem_lane + kTmemDp + first_row(0));
+      tmem_load(loaded[0], tmem_lane + kTmemDp + first_row(0));
 #pragma unroll
       for (int half = 0; half < kNumHalves; ++half) {
-        tmem_wait_load(ds[half]);
-        if (half == 0) tmem_load(ds[1], tmem_lane + kTmemDp + first_row(1));
-        score_gradient(ds[half], p[half], stats, half);
+        float ds[kChunkRows];
+        tmem_wait_load(loaded[half], ds);
+        if (half == 0) tmem_load(loaded[1], tmem_lane + kTmemDp + first_row(1));
+        score_gradient(ds, p[half], stats, half);
         uint32_t packed[kChunkRows / 2];
-        pack(packed, ds[half]);
+        pack(packed, ds);
         tmem_store(tmem_lane + kTmemDp + first_row(half), packed);
         store_ds(packed, half);
         if (half + 1 == kNumHalves) fence_proxy_async();  // for the stores of both halves
@@ -467,9 +468,10 @@ struct Reduce {
   __device__ __forceinline__ void drain_dq(uint32_t (&dq)[kWords]) const {
 #pragma unroll
     for (int row = 0; row < kTileRows; row += 32) {
+      uint32_t loaded[32];
       float x[32];
-      tmem_load(x, tmem_lane + kTmemDq + row);
-      tmem_wait_load(x);
+      tmem_load(loaded, tmem_lane + kTmemDq + row);
+      tmem_wait_load(loaded, x);
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         if constexpr (kFp32) {
@@ -515,11 +517,12 @@ struct Reduce {
                                         uint64_t* bar_full, uint64_t* bar_empty,
                                         uint32_t phase) const {
     mbarrier_wait_tmem(bar_full, phase);
+    uint32_t loaded[kHeadDim / 32][32];
     float x[kHeadDim / 32][32];
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 32; ++i) tmem_load(x[i], tmem_lane + column + 32 * i);
+    for (int i = 0; i < kHeadDim / 32; ++i) tmem_load(loaded[i], tmem_lane + column + 32 * i);
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 32; ++i) tmem_wait_load(x[i]);
+    for (int i = 0; i < kHeadDim / 32; ++i) tmem_wait_load(loaded[i], x[i]);
     hand_back(bar_empty);
     float* target = pool + block_head * (kBlockKeys * kHeadDim) + lane * 4;
 #pragma unroll
@@ -580,12 +583,12 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const uint32_t tmem_lane = tmem + (warp % 4 * 32 << 16);
   const int lane = threadIdx.x % 128;
 
-  if (role == WarpRole::kCompute) {
+  if (role >= WarpRole::kCompute) {  // comparisons, not a jump table
     warpgroup_acquire_registers<kComputeRegisters>();
     const int group = (warp - kFirstComputeWarp) / 4;
     Compute<kGroup>{shared, params.main.scale_log2, group, lane, tmem_lane}.run(
         static_cast<uint32_t>(tasks.end - tasks.begin));
-  } else if (role == WarpRole::kReduce) {
+  } else if (role >= WarpRole::kReduce) {
     warpgroup_acquire_registers<kReduceRegisters>();
     Reduce<kGroup, kDqAccum>{params.main, shared, lane, tmem_lane, l2_evict_last_policy()}.run(
         {params.main, tasks});

@@ -1,11 +1,11 @@
 """Times the backward and its stages on a GPU, against the matmul and copy rates of the same run.
 
-    PYTHONPATH=.:tests python benchmarks/bench_backward.py [--cases T8192,pack16384] [--json out.json] [--peers]
+    PYTHONPATH=.:tests python benchmarks/bench_backward.py [--cases T8192,pack16384] [--json FILE] [--peers sdpa,flex]
 
-Every time is the median of CUDA-event timings with the L2 flushed before each. Useful FLOP = 1280 * Hq * E, with E the
-visible (query, key) pairs of one query head. `ratio` is useful FLOP/s over the best bf16 8192^3 matmul measured
-before and after; on an H200 a run whose matmul is below 740 TFLOP/s is void. Stages are timed alone; in the total the
-task build runs beside delta and clear, so the stages' sum exceeds it. `outside main` is 1 - main / total.
+Every time is the median of CUDA-event timings, before each of which other data has been read into the L2. Useful FLOP
+= 1280 * Hq * E, with E the visible (query, key) pairs of one query head. `ratio` is useful FLOP/s over the best bf16
+8192^3 matmul measured before and after; on an H200 a run whose matmul is below 740 TFLOP/s is void. Stages are timed
+alone; in the total the task build runs beside delta and clear. `outside main` is 1 - main / total.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FLOP_PER_PAIR = 1280  # 5 GEMMs of 128, a multiply and an add each
 
 
 class Timer:
-    """Median milliseconds of work on the current stream, L2 flushed before each repeat."""
+    """Median milliseconds of work on the current stream; the L2 is cold, and clean, before each repeat."""
 
     def __init__(self, repeats: int):
         self.repeats = repeats
-        self.flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+        self.other = torch.zeros(64 * 2**20, device="cuda")
 
     def __call__(self, work: Callable[[], object]) -> tuple[float, float]:
         """(median, half the spread between the 10th and 90th percentile)."""
@@ -42,7 +42,7 @@ class Timer:
             work()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeats)]
         for begin, end in events:
-            self.flush.zero_()
+            self.other.sum()  # a write would leave dirty lines for `work` to write back
             begin.record()
             work()
             end.record()
@@ -72,6 +72,19 @@ def copy_gbytes_per_s(timer: Timer) -> float:
     target = torch.empty_like(source)
     median, _ = timer(lambda: target.copy_(source))
     return 2 * source.numel() * 4 / median * 1e-6
+
+
+def host_microseconds(call: Callable[[], object]) -> float:
+    """Median time until an asynchronous call returns."""
+    times = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        for _ in range(10):
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return statistics.median(times) * 1e6
 
 
 def visible_pairs(data: cases.CaseData) -> int:
@@ -119,12 +132,7 @@ def bench_case(case: cases.Case, timer: Timer, backend: str, accum: str, matmul:
     torch.cuda.reset_peak_memory_stats()
     total, spread = timer(call)
     peak = torch.cuda.max_memory_allocated() - base
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(30):
-        call()
-    host_us = (time.perf_counter() - begin) / 30 * 1e6
-    torch.cuda.synchronize()
+    host_us = host_microseconds(lambda: run_backward(*data.arguments(), backend=backend, dq_accum=accum))
 
     # Stages alone, on one workspace that a whole call has filled.
     kept, original = {}, _runtime.workspace
@@ -147,11 +155,10 @@ def bench_case(case: cases.Case, timer: Timer, backend: str, accum: str, matmul:
     items = schedule.scheduler_metadata[: int(schedule.work_count), 3].long()
     flop = FLOP_PER_PAIR * case.group * pairs
     tflops = flop / total * 1e-9
-    rates = {name: size / stages[name] * 1e-6 for name, size in stage_bytes(data, accum).items()}
-    both = stage_bytes(data, accum)
-    rates["clear+postprocess"] = (
-        (both["clear"] + both["postprocess"]) / (stages["clear"] + stages["postprocess"]) * 1e-6
-    )
+    moved = stage_bytes(data, accum)
+    rates = {name: size / stages[name] * 1e-6 for name, size in moved.items()}
+    pools_ms = stages["clear"] + stages["postprocess"]
+    rates["clear+postprocess"] = (moved["clear"] + moved["postprocess"]) / pools_ms * 1e-6
     return {
         "case": case.name,
         "backend": backend,
@@ -194,17 +201,18 @@ def backward_ms(timer: Timer, out: torch.Tensor, inputs: list[torch.Tensor]) -> 
     return timer(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))[0]
 
 
-def bench_peers(case: cases.Case, timer: Timer) -> dict[str, float]:
-    """Milliseconds of dense causal SDPA and of FlexAttention with the selection as a mask, backward only."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def attention_inputs(length: int, num_heads: int, num_kv_heads: int) -> list[torch.Tensor]:
+    """Random q, k, v `[1, heads, length, 128]`."""
+    shapes = [(1, heads, length, 128) for heads in (num_heads, num_kv_heads, num_kv_heads)]
+    return [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
 
-    def inputs(length: int, kv_heads: int) -> list[torch.Tensor]:
-        shapes = [(1, heads, length, 128) for heads in (case.num_heads, kv_heads, kv_heads)]
-        return [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+
+def bench_sdpa(case: cases.Case, timer: Timer) -> dict[str, float]:
+    """Milliseconds of the backward of dense causal SDPA, each document alone."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def sdpa_ms(length: int, kind: SDPBackend) -> float:
-        qkv = inputs(length, case.num_heads)
+        qkv = attention_inputs(length, case.num_heads, case.num_heads)
         with sdpa_kernel(kind):
             out = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
         return backward_ms(timer, out, qkv)
@@ -215,6 +223,12 @@ def bench_peers(case: cases.Case, timer: Timer) -> dict[str, float]:
             results[name] = sum(sdpa_ms(length, kind) for length in case.documents)
         except RuntimeError as error:
             print(f"{name}: {error}", file=sys.stderr)
+    return results
+
+
+def bench_flex(case: cases.Case, timer: Timer) -> dict[str, float]:
+    """Milliseconds of the backward of FlexAttention, the selection as its mask; compiling takes about a minute."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     length = sum(case.documents)
     no_forward = lambda q, k, v, s, scale: (torch.zeros_like(q), torch.zeros(q.shape[:2], device="cuda"))  # noqa: E731
@@ -230,14 +244,20 @@ def bench_peers(case: cases.Case, timer: Timer) -> dict[str, float]:
         return visible & selected[h // case.group, i, (j - first[j]) // 128]
 
     torch.compiler.reset()
+    begin = time.perf_counter()
     try:
         block_mask = create_block_mask(mask, 1, case.num_heads, length, length, device="cuda", _compile=True)
-        qkv = inputs(length, case.num_kv_heads)
-        out = torch.compile(flex_attention)(*qkv, block_mask=block_mask, enable_gqa=True)
-        results["flex_attention"] = backward_ms(timer, out, qkv)
+        qkv = attention_inputs(length, case.num_heads, case.num_kv_heads)
+        out = torch.compile(flex_attention, dynamic=False)(*qkv, block_mask=block_mask, enable_gqa=True)
+        return {"flex_attention": backward_ms(timer, out, qkv)}
     except RuntimeError as error:
         print(f"flex_attention: {error}", file=sys.stderr)
-    return results
+        return {}
+    finally:
+        print(f"flex_attention: {case.name} took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+
+
+PEERS = {"sdpa": bench_sdpa, "flex": bench_flex}
 
 
 def print_row(row: dict) -> None:
@@ -262,7 +282,7 @@ def main() -> int:
     parser.add_argument("--backend", help="default: the device's")
     parser.add_argument("--dq-accum", help="comma-separated; default: the backend's")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--peers", action="store_true", help="time dense SDPA and FlexAttention too")
+    parser.add_argument("--peers", default="", help=f"comma-separated peers to time too: {', '.join(PEERS)}")
     parser.add_argument("--task-build", type=int, nargs="*", help="token counts to time the task build alone for")
     parser.add_argument("--json", help="write everything to this file")
     arguments = parser.parse_args()
@@ -272,6 +292,9 @@ def main() -> int:
     unknown = [name for name in names if name not in cases.CASES]
     if unknown:
         parser.exit(2, f"error: --cases: expected names of tests/cases.py, got {', '.join(unknown)}\n")
+    peers = arguments.peers.split(",") if arguments.peers else []
+    if not PEERS.keys() >= set(peers):
+        parser.exit(2, f"error: --peers: expected some of {', '.join(PEERS)}, got {arguments.peers}\n")
     backend = arguments.backend or support.default_backend(torch.cuda.get_device_capability())
     if backend not in support.cuda_backends():
         parser.exit(2, f"error: --backend: expected one of {', '.join(support.cuda_backends())}, got {backend}\n")
@@ -283,8 +306,8 @@ def main() -> int:
     for name in names:
         for accum in accums:
             rows.append(bench_case(cases.CASES[name], timer, backend, accum, before, copy))
-            if arguments.peers and accum == accums[0] and "rank" not in cases.CASES[name].tags:
-                rows[-1]["peers_ms"] = bench_peers(cases.CASES[name], timer)
+            if peers and accum == accums[0] and "rank" not in cases.CASES[name].tags:
+                rows[-1]["peers_ms"] = {k: ms for p in peers for k, ms in PEERS[p](cases.CASES[name], timer).items()}
     builds = [bench_task_build(n, timer, backend) for n in arguments.task_build or []]
     matmul = max(before, matmul_tflops())
     device = torch.cuda.get_device_name()

@@ -12,6 +12,8 @@
 
 namespace msa {
 
+constexpr float kLog2E = 1.4426950408889634f;
+
 // A [rows, heads, 128] operand whose last dimension is contiguous.
 struct StridedOperand {
   const __nv_bfloat16* data;
@@ -77,6 +79,12 @@ struct TaskBuildParams {
   WalkRule walk;
 };
 
+// Memory to be zeroed: 16-byte aligned, a multiple of 16 bytes.
+struct ByteRange {
+  uint8_t* data;
+  int64_t bytes;
+};
+
 struct DeltaParams {
   StridedOperand out;       // [T, Hq, 128]
   StridedOperand grad_out;  // [T, Hq, 128]
@@ -85,6 +93,7 @@ struct DeltaParams {
   float* delta;             // [T, Hq], rowsum(out * grad_out), or 0 where lse = -inf
   int64_t num_tokens;
   int32_t num_heads;
+  ByteRange clear[3];  // the pools
 };
 
 // How the private accumulation pools are laid out; see device/pool_layout.h.

@@ -22,9 +22,7 @@ _GUARD_PATTERN = 0xA5
 
 
 @lru_cache(maxsize=256)
-def _plan(
-    device: torch.device, sizes: tuple[int, ...], dq_accum: str, guard_bytes: int
-) -> tuple[int, list[tuple[str, int, int]]]:
+def _plan(sizes: tuple[int, ...], dq_accum: str, guard_bytes: int) -> tuple[int, list[tuple[str, int, int]]]:
     """Total bytes and sections of the workspace; the same for every call of these shapes."""
     return _runtime.extension().plan_workspace(sizes, dq_accum, guard_bytes)
 
@@ -63,7 +61,7 @@ def launch(arguments: Arguments, backend: str, dq_accum: str, stages: int = 0x1F
     )
     guard_bytes = _CHECK_GUARD_BYTES if CHECK else 0
     with _runtime.guard(device):
-        total_bytes, sections = _plan(device, sizes, dq_accum, guard_bytes)
+        total_bytes, sections = _plan(sizes, dq_accum, guard_bytes)
         workspace = _runtime.workspace(total_bytes, sections, device)
         if CHECK:
             workspace.fill_(_GUARD_PATTERN)

@@ -50,10 +50,10 @@ def guard(device: torch.device) -> contextlib.AbstractContextManager:
 
 def stream(device: torch.device) -> int:
     """Raw handle of the current stream of `device`."""
-    return torch.cuda.current_stream(device).cuda_stream
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised output."""
     return torch.empty(shape, dtype=dtype, device=device)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from typing import NamedTuple
 
 import torch
@@ -88,25 +87,20 @@ def run_backward(
     chosen, accum = _resolve(q, k_aligned, backend, dq_accum, deterministic)
 
     inputs = (q, k_aligned, v_aligned, grad_out, lse, out)
-    outputs = []
-    taken = None  # extents an output must not touch; only worked out when one is given
-    for name, given, like, dtype in (
+    targets = (
         ("dq", dq, q, torch.bfloat16),
         ("dk", dk, k_aligned, kv_grad_dtype),
         ("dv", dv, v_aligned, kv_grad_dtype),
-    ):
-        if given is not None:
-            if taken is None:
-                taken = [_extent(tensor) for tensor in (*inputs, *_schedule_tensors(schedule))]
-            taken.append(_check_output(name, given, like.shape, dtype, device, taken))
-        outputs.append(given)
+    )
+    if not (dq is dk is dv is None):
+        _check_outputs(targets, inputs, schedule)
     if chosen == "reference":
         schedule.validate(
             num_tokens=q.shape[0], workspace_rows=k_aligned.shape[0], group=q.shape[1] // k_aligned.shape[1]
         )
-    for i, (like, dtype) in enumerate(((q, torch.bfloat16), (k_aligned, kv_grad_dtype), (v_aligned, kv_grad_dtype))):
-        if outputs[i] is None:
-            outputs[i] = _runtime.empty(tuple(like.shape), dtype, device)
+    outputs = tuple(
+        _runtime.empty(like.shape, dtype, device) if given is None else given for _, given, like, dtype in targets
+    )
     arguments = Arguments(*inputs, schedule, scale, *outputs)
     if chosen == "reference":
         with torch.no_grad():
@@ -115,7 +109,7 @@ def run_backward(
                 target.copy_(gradient)
     else:
         _cuda_backward.launch(arguments, chosen, accum)
-    return tuple(outputs)
+    return outputs
 
 
 def _agree(q, k_aligned, v_aligned, grad_out, lse, out, schedule) -> bool:
@@ -242,9 +236,12 @@ def _cuda_backend(device: torch.device, backend: str | None) -> support.Backend:
     return found
 
 
-def _schedule_tensors(schedule: MSABackwardSchedule) -> list[Tensor]:
-    values = (getattr(schedule, field.name) for field in fields(schedule))
-    return [value for value in values if isinstance(value, Tensor)]
+def _check_outputs(targets, inputs, schedule) -> None:
+    """Raises unless every given output of `targets` can be filled in place and overlaps nothing else."""
+    taken = [_extent(tensor) for tensor in (*inputs, *(tensor for _, tensor in schedule.tensors()))]
+    for name, given, like, dtype in targets:
+        if given is not None:
+            taken.append(_check_output(name, given, like.shape, dtype, like.device, taken))
 
 
 def _check_output(name, given, shape, dtype, device, taken) -> tuple[int, int]:

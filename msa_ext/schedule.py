@@ -51,7 +51,7 @@ class MSABackwardSchedule:
     query_offsets: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, tensor in self._tensors():
+        for name, tensor in self.tensors():
             _validate.tensor(name, tensor, dtype=torch.int32)
         _validate.shape("row_ptr", self.row_ptr, ("Hkv", "rows + 1"))
         heads = self.row_ptr.shape[0]
@@ -68,12 +68,13 @@ class MSABackwardSchedule:
         _validate.shape("document_workspace_starts", self.document_workspace_starts, (self.num_entries,))
         if self.query_offsets is not None:
             _validate.shape("query_offsets", self.query_offsets, (self.num_entries,))
-        for name, tensor in self._tensors():
+        for name, tensor in self.tensors():
             _validate.device(name, tensor, self.row_ptr.device, "row_ptr's")
             if not tensor.is_contiguous():
                 object.__setattr__(self, name, tensor.contiguous())
 
-    def _tensors(self) -> list[tuple[str, Tensor]]:
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """(field, tensor) of every table that is given."""
         named = [(field.name, getattr(self, field.name)) for field in fields(self)]
         return [(name, tensor) for name, tensor in named if tensor is not None or name != "query_offsets"]
 
@@ -103,7 +104,7 @@ class MSABackwardSchedule:
 
     def to(self, device: torch.device | str) -> MSABackwardSchedule:
         """The schedule with every tensor on `device`."""
-        return MSABackwardSchedule(**{name: tensor.to(device) for name, tensor in self._tensors()})
+        return MSABackwardSchedule(**{name: tensor.to(device) for name, tensor in self.tensors()})
 
     def validate(
         self,

@@ -12,8 +12,8 @@
 //              dk, dv      [W/128, Hkv, 8 x 16 keys, 16 chunks of d, 8, ...]  the key 8 further
 // kTmem      a thread owns a lane of tensor memory, a d of dQ or a key of dK and dV, and adds 16
 //            bytes at a time:
-//              dq      [T, Hq/H, 128 d, H heads], H = 16 bytes of dq_accum; a unit is 8 d of H
-//              heads dk, dv  [W/128, Hkv, 32 quads of d, 128 keys, 4 d]; a unit is 16 d of one key
+//              dq      [T, Hq/H, 128 d, H heads], H = 16 bytes of dq_accum; a unit is 8 d, H heads
+//              dk, dv  [W/128, Hkv, 32 quads of d, 128 keys, 4 d]; a unit is 16 d of one key
 #pragma once
 
 #include "params.h"

@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// ---- mbarrier (9.7.13.15) ----------------------------------------------------------------------
+// ---- mbarrier (9.7.13.15) -----------------------------------------------------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals)
@@ -74,7 +74,7 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- bulk copies (9.7.9.25, 9.7.9.27) ----------------------------------------------------------
+// ---- bulk copies (9.7.9.25, 9.7.9.27) -----------------------------------------------------------
 
 // Global -> shared, `bytes` a multiple of 16, both addresses 16-byte aligned.
 __device__ __forceinline__ void bulk_load(void* target, const void* source, uint32_t bytes,
@@ -133,7 +133,7 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// ---- vector reductions, matrix stores, registers -----------------------------------------------
+// ---- vector reductions, matrix stores, registers ------------------------------------------------
 
 // pool[0..4) += x, relaxed, 16-byte aligned (9.7.13.8).
 __device__ __forceinline__ void red_add_v4(float* pool, float x0, float x1, float x2, float x3) {
@@ -158,6 +158,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Programmatic dependent launch: the next grid of the stream may start once all CTAs have called
+// this ("griddepcontrol").
+__device__ __forceinline__ void grid_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Until the grid before has completed and its writes are visible.
+__device__ __forceinline__ void grid_dependency_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Registers of every thread of the executing warpgroup, a multiple of 8 in [24, 256] (9.7.19.5).

@@ -18,8 +18,7 @@ namespace msa {
 
 using cute::UMMA::Major;
 
-// ---- ordering between tcgen05 operations and threads ("tcgen05 Memory Consistency Model")
-// --------
+// ---- ordering between tcgen05 operations and threads ("tcgen05 Memory Consistency Model") -------
 
 // Before an arrive that hands tensor memory over; the waits below come first.
 __device__ __forceinline__ void tmem_fence_before_arrive() {
@@ -35,8 +34,7 @@ __device__ __forceinline__ void mbarrier_wait_tmem(uint64_t* bar, uint32_t parit
   tmem_fence_after_wait();
 }
 
-// ---- tensor memory -> registers -> tensor memory
-// -------------------------------------------------
+// ---- tensor memory -> registers -> tensor memory ------------------------------------------------
 
 namespace detail {
 
@@ -74,8 +72,7 @@ __device__ __forceinline__ void tmem_wait_store() {
   asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
 }
 
-// ---- MMA
-// -----------------------------------------------------------------------------------------
+// ---- MMA ----------------------------------------------------------------------------------------
 
 // kind::f16 with BF16 operands and FP32 accumulators, M = N = 128.
 template <Major kMajorA, Major kMajorB>
@@ -141,8 +138,7 @@ __device__ __forceinline__ void mma_commit(uint64_t* bar) {
                : "memory");
 }
 
-// ---- reductions into L2
-// --------------------------------------------------------------------------
+// ---- reductions into L2 -------------------------------------------------------------------------
 
 // Keeps a line in L2 longer than others.
 __device__ __forceinline__ uint64_t l2_evict_last_policy() {

@@ -1,7 +1,6 @@
 #include "host/backward.h"
 
 #include <algorithm>
-#include <map>
 
 #include "delta/launch.h"
 #include "host/error.h"
@@ -11,44 +10,6 @@
 
 namespace msa {
 namespace {
-
-// A second stream of a device for this thread, kept for the life of the process.
-class SideStream {
- public:
-  static const SideStream& of(int device) {
-    thread_local std::map<int, SideStream> streams;
-    return streams.try_emplace(device).first->second;
-  }
-
-  SideStream() {
-    int lowest = 0;
-    int highest = 0;
-    check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "stream priorities");
-    check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest),
-               "creation of the side stream");
-    for (cudaEvent_t* event : {&forked_, &joined_}) {
-      check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "creation of an event");
-    }
-  }
-
-  // Work enqueued on the returned stream comes after what is on `main` now.
-  cudaStream_t fork(cudaStream_t main) const {
-    check_cuda(cudaEventRecord(forked_, main), "fork of the side stream");
-    check_cuda(cudaStreamWaitEvent(stream_, forked_), "fork of the side stream");
-    return stream_;
-  }
-
-  // What comes on `main` from now on waits for the side stream.
-  void join(cudaStream_t main) const {
-    check_cuda(cudaEventRecord(joined_, stream_), "join of the side stream");
-    check_cuda(cudaStreamWaitEvent(main, joined_), "join of the side stream");
-  }
-
- private:
-  cudaStream_t stream_ = nullptr;
-  cudaEvent_t forked_ = nullptr;
-  cudaEvent_t joined_ = nullptr;
-};
 
 void check_sizes(const Sizes& sizes) {
   constexpr int64_t kInt32Max = 0x7FFFFFFF;
@@ -92,14 +53,25 @@ struct Call {
   int32_t num_blocks() const { return static_cast<int32_t>(sizes.workspace_rows / kBlockKeys); }
 };
 
-DeltaParams delta_params(const Call& call) {
-  return {call.arguments.out,
-          call.arguments.grad_out,
-          call.arguments.lse,
-          call.at<float>(Section::kNegLse),
-          call.at<float>(Section::kDelta),
-          call.sizes.num_tokens,
-          call.sizes.num_heads};
+DeltaParams delta_params(const Call& call, bool stats, bool clear) {
+  DeltaParams params{};
+  if (stats) {
+    params.out = call.arguments.out;
+    params.grad_out = call.arguments.grad_out;
+    params.lse = call.arguments.lse;
+    params.neg_lse_log2 = call.at<float>(Section::kNegLse);
+    params.delta = call.at<float>(Section::kDelta);
+    params.num_tokens = call.sizes.num_tokens;
+    params.num_heads = call.sizes.num_heads;
+  }
+  if (clear) {
+    const Section pools[3] = {Section::kDqPool, Section::kDkPool, Section::kDvPool};
+    for (int i = 0; i < 3; ++i) {
+      params.clear[i] = {call.at<uint8_t>(pools[i]),
+                         static_cast<int64_t>(call.plan.size(pools[i]))};
+    }
+  }
+  return params;
 }
 
 TaskBuildParams task_build_params(const Call& call) {
@@ -146,7 +118,7 @@ MainParams main_params(const Call& call) {
   params.dq_pool = call.at<void>(Section::kDqPool);
   params.dk_pool = call.at<float>(Section::kDkPool);
   params.dv_pool = call.at<float>(Section::kDvPool);
-  params.scale_log2 = call.arguments.softmax_scale * 1.4426950408889634f;
+  params.scale_log2 = call.arguments.softmax_scale * kLog2E;
   params.num_tokens = static_cast<int32_t>(sizes.num_tokens);
   params.num_heads = sizes.num_heads;
   params.num_kv_heads = sizes.num_kv_heads;
@@ -174,18 +146,6 @@ PostprocessParams postprocess_params(const Call& call) {
           call.arguments.kv_grad_fp32};
 }
 
-void clear_pools(const Call& call) {
-  const auto clear = [&](size_t begin, size_t bytes) {
-    check_cuda(cudaMemsetAsync(call.arguments.workspace + begin, 0, bytes, call.arguments.stream),
-               "clearing the pools");
-  };
-  const size_t begin = call.plan.offset(Section::kDqPool);
-  if (call.arguments.guard_bytes == 0) return clear(begin, call.plan.total_bytes - begin);
-  for (const Section pool : {Section::kDqPool, Section::kDkPool, Section::kDvPool}) {
-    clear(call.plan.offset(pool), call.plan.size(pool));
-  }
-}
-
 }  // namespace
 
 WorkspacePlan plan_backward(const Sizes& sizes, DqAccum dq_accum, size_t guard_bytes) {
@@ -209,18 +169,15 @@ void backward(const BackwardArguments& arguments, uint32_t stages) {
     const bool needs_pairs = stage != Stage::kClear && stage != Stage::kPostprocess;
     return (stages >> static_cast<int>(stage) & 1) != 0 && (has_pairs || !needs_pairs);
   };
-  // The task build is bound by latency, delta and clear by bandwidth: they run side by side.
-  const bool forks = runs(Stage::kTaskBuild) && runs(Stage::kDelta);
-  if (runs(Stage::kTaskBuild)) {
+  const bool builds = runs(Stage::kTaskBuild);
+  if (builds) {
     task_build::launch(task_build_params(call),
                        task_build::key_bits(sizes.num_kv_heads, sizes.num_tokens, num_blocks),
-                       forks ? SideStream::of(device.index).fork(stream) : stream);
+                       stream);
   } else if (!has_pairs) {
     check_cuda(cudaMemsetAsync(arguments.flags, 0, sizeof(uint32_t), stream), "clearing the flags");
   }
-  if (runs(Stage::kDelta)) delta::launch(delta_params(call), stream);
-  if (runs(Stage::kClear)) clear_pools(call);
-  if (forks) SideStream::of(device.index).join(stream);
+  delta::launch(delta_params(call, runs(Stage::kDelta), runs(Stage::kClear)), builds, stream);
   if (runs(Stage::kMain)) kernel.launch(main_params(call), call.tuning, device, stream);
   if (runs(Stage::kPostprocess)) postprocess::launch(postprocess_params(call), stream);
 }

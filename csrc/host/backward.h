@@ -37,8 +37,8 @@ constexpr uint32_t kAllStages = 0x1F;
 // The workspace of a call; throws std::invalid_argument where the sizes cannot be served.
 WorkspacePlan plan_backward(const Sizes& sizes, DqAccum dq_accum, size_t guard_bytes);
 
-// Enqueues the backward on the stream; the task build forks from it and joins it. Never
-// synchronises. Throws std::invalid_argument or std::runtime_error.
+// Enqueues the backward on the stream; never synchronises. Throws std::invalid_argument or
+// std::runtime_error.
 void backward(const BackwardArguments& arguments, uint32_t stages = kAllStages);
 
 }  // namespace msa

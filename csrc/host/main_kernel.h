@@ -30,8 +30,6 @@ struct MainKernel {
   DqAccum default_dq_accum;
   std::vector<DqAccum> dq_accums;
   Tuning (*tune)(const TuningShape& shape);
-  // CTAs to launch, from shapes only: at least the walk's grid for any number of tasks up to the
-  // capacity.
   void (*launch)(const MainParams& params, const Tuning& tuning, const DeviceInfo& device,
                  cudaStream_t stream);
 };

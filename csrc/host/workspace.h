@@ -34,7 +34,7 @@ enum class Section {
   kSortHistogram,
   kTaskHeaders,
   kTaskTokens,
-  kDqPool,  // the pools come last, one behind the other: they are cleared together
+  kDqPool,
   kDkPool,
   kDvPool,
 };

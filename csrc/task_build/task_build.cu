@@ -1,17 +1,17 @@
 // Schedule items -> the ordered task table and its descriptor, in one cooperative launch.
 //
-//   expand   a warp 32 tasks of an item: checks the item and every query, appends (key, value) of
-//   good tasks sort     stable radix sort, 8 bits a pass, by (head, window of the first token,
-//   block, first token); keys are
-//            unique, so the table depends neither on the items' order nor on the order of appending
-//   gather   a thread a task: header and resolved tokens in sorted order; the walk into the
-//   descriptor
+//   expand   a warp 32 tasks of an item: checks item and queries, appends (key, value) of good tasks
+//   sort     stable radix sort, 8 bits a pass, by (head, window of the first token, block, first
+//            token); keys are unique, so the table depends neither on the items' order nor on the
+//            order of appending
+//   gather   a thread a task: header and tokens in sorted order; the walk into the descriptor
 //
 // Only the tasks there are get sorted: their number stays on the device.
 #include <cooperative_groups.h>
 
 #include <algorithm>
 
+#include "device/ptx.cuh"
 #include "host/error.h"
 #include "task_build/launch.h"
 
@@ -239,6 +239,7 @@ __device__ void gather(const TaskBuildParams& params, const uint32_t* values, in
 __global__ void __maxnreg__(56)
     task_build_kernel(const __grid_constant__ TaskBuildParams params, KeyBits bits) {
   __shared__ SortStorage storage;
+  grid_launch_dependents();  // bound by latency: delta's bandwidth is free
   const auto grid = cooperative_groups::this_grid();
   const ScheduleParams& s = params.schedule;
   TaskDescriptor& descriptor = *params.descriptor;

@@ -14,17 +14,20 @@ from simulator import mutation
 
 
 class Worker:
-    """A fresh process for one simulated device; `call(function, *arguments)` runs a function of this module in it."""
+    """Fresh processes for one simulated device; `call(function, *arguments)` runs a function of this module in one."""
 
-    def __init__(self):
+    def __init__(self, processes: int = 1):
         context = multiprocessing.get_context("spawn")
-        self._pool = concurrent.futures.ProcessPoolExecutor(1, context)
+        self._pool = concurrent.futures.ProcessPoolExecutor(processes, context)
+
+    def submit(self, function, *arguments) -> concurrent.futures.Future:
+        return self._pool.submit(function, *arguments)
 
     def call(self, function, *arguments):
-        return self._pool.submit(function, *arguments).result()
+        return self.submit(function, *arguments).result()
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
 
 
 def gradients(device: str, case, backend: str, accum: str, mode: str, seed: int, num_sms: int = 4, **options) -> list:

@@ -13,9 +13,9 @@ namespace msa::sm90 {
 constexpr int kStepRows = 64;
 constexpr int kNumStages = 3;
 
-// | role     | warpgroup | registers | work | | producer | 0         | 24        | one warp: task
-// table -> TMA of K/V a segment, Q/dO a step   | | consumer | 1, 2      | 240       | 64 keys each:
-// S, dP, dV, dK of them; 64 columns of dQ       |
+// | role     | warpgroup | registers | work                                                     |
+// | producer | 0         | 24        | one warp: task table -> TMA of K/V a segment, Q/dO a step |
+// | consumer | 1, 2      | 240       | 64 keys each: S, dP, dV, dK of them; 64 columns of dQ     |
 constexpr int kWarpgroupThreads = 128;
 constexpr int kNumConsumers = 2;
 constexpr int kNumThreads = (1 + kNumConsumers) * kWarpgroupThreads;
@@ -50,10 +50,9 @@ struct Slots {
 };
 
 enum StepFlags : uint32_t {
-  kSegmentBegin = 1,  // K/V change with this step
-  kSegmentEnd = 2,    // dK/dV are flushed after it
-  kWalkEnd = 4,       // last step of the CTA
-  kDiagonal = 8,      // some key of the block is in some query's future
+  kSegmentEnd = 1,  // dK/dV are flushed after it
+  kWalkEnd = 2,     // last step of the CTA
+  kDiagonal = 4,    // some key of the block is in some query's future
 };
 
 // What the producer tells the consumers about a step, beside its tiles.

@@ -9,15 +9,14 @@
 // segment. dS goes through shared memory, where both warpgroups meet; each then computes 64 columns
 // of dQ, one step late, so that its GEMM runs beside the next step's exponentials.
 //
-// | barrier       | stages | producer -> consumer           | count / bytes | | bar_kv        | 1
-// | TMA -> consumers -> producer   | 64 KiB; empty: 8 warps                | | bar_step      | 3 |
-// TMA -> consumers -> producer   | Slots::kStageBytes; empty: 8 warps    | | bar_ds_full   | 2 |
-// consumer warps -> both groups  | 8 warps; no empty barrier, see below  |
+// | barrier     | stages | producer -> consumer          | count / bytes                        |
+// | bar_kv      | 1      | TMA -> consumers -> producer  | 64 KiB; empty: 8 warps               |
+// | bar_step    | 3      | TMA -> consumers -> producer  | Slots::kStageBytes; empty: 8 warps   |
+// | bar_ds_full | 2      | consumer warps -> both groups | 8 warps; no empty barrier, see below |
 //
 // A warpgroup's tensor-core queue in a step n, and what its threads do meanwhile:
 //   S(n) | dP(n)   | dV(n)         | dQ(n-1) | dK(n)
-//        | exp2(n) | dS(n), store  |         | store dQ(n-1), fence, hand over dS(n), reduce
-//        dQ(n-1)
+//        | exp2(n) | dS(n), store  |         | stage dQ(n-1), fence, hand over dS(n), add dQ(n-1)
 // The queue runs dry between dK(n) and S(n+1), and whenever exp2 outlasts dP: the other warpgroup
 // fills in.
 //
@@ -44,7 +43,7 @@ struct KernelParams {
 // What an empty slot's row stats are copied from.
 alignas(16) __device__ const float zero_row_stats[16] = {};
 
-// ----------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // producer
 
 // One warp. Lane s < kPerStep serves slot s of the step.
@@ -96,8 +95,7 @@ __device__ void produce(const KernelParams& params, SharedStorage<kDqAccum>& sha
         const bool last_step = step + 1 == num_steps;
         info.index_head = header.index_head;
         info.workspace_block = header.workspace_block;
-        info.flags = (segment_begin && step == 0 ? kSegmentBegin : 0) |
-                     (segment_end && last_step ? kSegmentEnd : 0) |
+        info.flags = (segment_end && last_step ? kSegmentEnd : 0) |
                      (walk_end && last_step ? kWalkEnd : 0) | (diagonal ? kDiagonal : 0);
       }
       __syncwarp();
@@ -123,7 +121,7 @@ __device__ void produce(const KernelParams& params, SharedStorage<kDqAccum>& sha
   }
 }
 
-// ----------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // consumer
 
 template <int kGroup, DqAccum kDqAccum>
@@ -272,7 +270,7 @@ struct Consumer {
     }
   }
 
-  // acc[64 keys, 128 d] += operand[64 keys, 64 rows] * rows[64, 128 d]
+  // acc[64 keys, 128 d] = or += operand[64 keys, 64 rows] * rows[64, 128 d]
   template <bool kAccumulate>
   __device__ __forceinline__ void gemm_keys_by_dims(float (&acc)[64], const uint32_t (&operand)[16],
                                                     uint32_t rows) {
@@ -395,7 +393,7 @@ struct Consumer {
     }
   }
 
-  // Adds 64 keys x 128 d to the pool (PoolLayout::kWgmma) and clears the accumulator.
+  // Adds 64 keys x 128 d to the pool (PoolLayout::kWgmma).
   __device__ __forceinline__ void flush(float* pool, int64_t block_head, float (&acc)[64]) {
     constexpr int kWarpElements = 16 * kHeadDim;
     float* base = pool + block_head * (kBlockKeys * kHeadDim) +

@@ -1,8 +1,9 @@
 // Micro kernel of the tcgen05 tests: two chained GEMMs of one 128-row tile with a hand-over through
 // tensor memory.
-//   S = A B^T [128, 128];  P = bf16(S / 8) -> tensor memory;  out[128, 64] = P C, C [128, 64] seen
-//   MN-major
-// | warps | role | | 0-3 | registers: S -> P, out | | 4 | one lane: TMA, MMA |
+//   S = A B^T [128, 128];  P = bf16(S / 8) -> tensor memory;  out[128, 64] = P C, C seen MN-major
+// | warps | role                   |
+// | 0-3   | registers: S -> P, out |
+// | 4     | one lane: TMA, MMA     |
 #include <cuda_bf16.h>
 
 #include "device/ptx.cuh"

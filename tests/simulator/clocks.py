@@ -46,7 +46,7 @@ class Clocks:
     def name(self, agent: int) -> str:
         if agent < self.warps:
             return f"warp {agent}"
-        return next(str(k) for k, v in self._names.items() if v == agent)
+        return next(" ".join(map(str, k)) for k, v in self._names.items() if v == agent)
 
     # ---- release and acquire
 

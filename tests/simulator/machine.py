@@ -14,12 +14,14 @@ from .clocks import GRANULE, Clocks
 LANES = 32
 FULL = np.ones(LANES, bool)
 MODES = ("eager", "late", "random")
+MMA_ORDERS = ("issue", "isa")
 REGISTER_FILE = 65536
 DEFAULT_CHECKS = {
     "out_of_bounds": "error",
     "uninitialised": "error",
     "misaligned": "error",
     "race": "error",
+    "mma_order": "error",
     "proxy_fence": "error",
     "barrier": "error",
     "descriptor": "error",
@@ -152,7 +154,11 @@ class Engine:
         if not self.queues:
             return False
         keys = list(self.queues)
-        key = keys[0] if self.mode == "late" else self.rng.choice(keys)
+        self._advance(keys[0] if self.mode == "late" else self.rng.choice(keys))
+        return True
+
+    def _advance(self, key: object) -> None:
+        """Runs one stage of a queue's first operation."""
         queue = self.queues[key]
         op = queue[0]
         self._stage(op)
@@ -161,7 +167,11 @@ class Engine:
             del self.queues[key]
             if queue:
                 self.queues[key] = queue  # to the back: round robin between queues
-        return True
+
+    def finish(self, key: object, op: AsyncOp) -> None:
+        """Runs what is left of an operation of a queue, and what comes before it there."""
+        while not op.done:
+            self._advance(key)
 
     def drain(self) -> None:
         while self.step():
@@ -194,7 +204,7 @@ class Warp:
         self.wgmma_fenced: list | None = None  # the registers at the last wgmma.fence
         self.tensor_ops: dict[str, list[AsyncOp]] = {"ld": [], "st": []}
         self.tensor_in_order: set[int] = set()
-        self.tensor_last: tuple[int, int] | None = None
+        self.tensor_last: dict[int, AsyncOp] = {}  # the last MMA of every agent
         self.fragments: dict[int, tuple] = {}
         self.register_count = cta.launch_registers
         self.local = None
@@ -371,10 +381,13 @@ class Profile:
 class Machine:
     """Executes launches. `num_sms` SMs; as many CTAs resident as threads and shared memory allow."""
 
-    def __init__(self, *, num_sms: int, mode: str, seed: int, checks: dict[str, str] | None = None):
-        if mode not in MODES:
-            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-        self.num_sms, self.mode = num_sms, mode
+    def __init__(
+        self, *, num_sms: int, mode: str, seed: int, mma_order: str = "issue", checks: dict[str, str] | None = None
+    ):
+        for name, value, values in (("mode", mode, MODES), ("mma_order", mma_order, MMA_ORDERS)):
+            if value not in values:
+                raise ValueError(f"{name}: expected one of {', '.join(values)}, got {value!r}")
+        self.num_sms, self.mode, self.mma_order = num_sms, mode, mma_order
         self.rng = random.Random(seed)
         self.checks = dict(DEFAULT_CHECKS)
         for name, severity in (checks or {}).items():
@@ -387,7 +400,8 @@ class Machine:
         self.progress = 0  # stores, arrivals, barriers: what a spinning warp may wait for
         self.profile: Profile | None = None
         self.instructions = 0
-        self.track = any(self.checks[c] != "off" for c in ("race", "proxy_fence"))
+        tracked = ("race", "proxy_fence", *(("mma_order",) if mma_order == "isa" else ()))
+        self.track = any(self.checks[c] != "off" for c in tracked)
 
     def report(self, report: Report) -> None:
         severity = self.checks[report.check]

@@ -19,7 +19,6 @@ from .ptx import PtxError
 from .translate import LANES, Program
 
 DEVICES = {"b200": ("NVIDIA B200 (simulated)", 10, 0, 148), "h200": ("NVIDIA H200 (simulated)", 9, 0, 132)}
-MMA_ORDERS = ("issue", "isa")
 
 
 @dataclass
@@ -103,14 +102,9 @@ class Simulator:
     ):
         if device not in DEVICES:
             raise ValueError(f"device: expected one of {', '.join(DEVICES)}, got {device!r}")
-        if mma_order not in MMA_ORDERS:
-            raise ValueError(f"mma_order: expected one of {', '.join(MMA_ORDERS)}, got {mma_order!r}")
-        if mma_order == "isa":
-            raise NotImplementedError("mma_order: expected 'issue', got 'isa', which is not modelled")
         self.name, self.major, self.minor, sms = DEVICES[device]
         self.num_devices = num_devices
-        self.machine = Machine(num_sms=num_sms or sms, mode=mode, seed=seed, checks=checks)
-        self.machine.mma_order = mma_order
+        self.machine = Machine(num_sms=num_sms or sms, mode=mode, seed=seed, mma_order=mma_order, checks=checks)
         self.launches: list[tuple[str, tuple[int, int, int], float]] = []
         self._buffers: dict[int, np.ndarray] = {}
         self._modules: dict[object, Module] = {}

@@ -2,9 +2,10 @@
 
 import importlib.util
 import shutil
+from pathlib import Path
 
 import pytest
-from simulator import pipeline
+from simulator import fatbin, pipeline
 
 import cases
 from task_oracle import build_tasks
@@ -27,6 +28,19 @@ def b200():
     worker = pipeline.Worker()
     yield worker
     worker.close()
+
+
+def test_register_counts_of_the_hopper_backward():
+    """1 producer and 2 consumer warpgroups: what they start with is what config.cuh lets them have afterwards."""
+    library = Path(importlib.util.find_spec("msa_ext._C").origin)
+    counts = [c for data in fatbin.in_file(library) for c in fatbin.register_counts(data).items()]
+    hopper = {name: n for (arch, name), n in counts if arch == 90 and "sm9015backward_kernel" in name}
+    assert len(hopper) == 4 and set(hopper.values()) == {(24 + 2 * 240) // 3}
+
+
+def test_a_register_budget_that_is_too_large_dead_locks(h200):
+    assert h200.call(pipeline.dead_lock_of_registers, 240) is None
+    assert "waits for 2560 registers" in h200.call(pipeline.dead_lock_of_registers, 248)
 
 
 @pytest.mark.parametrize(

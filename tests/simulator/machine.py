@@ -309,8 +309,8 @@ class Cta:
         threads = launch.threads
         gx, gy, _ = launch.grid
         self.coordinates = index % gx, index // gx % gy, index // (gx * gy)
-        self.launch_registers = launch.registers
-        self.register_pool = 0
+        self.launch_registers = launch.lane_registers
+        self.register_pool = 0  # what setmaxnreg.dec gave back
         size = program.static_shared_bytes + launch.shared_bytes
         self.shared = memory.Region(
             0, np.full(max(size, 16), memory.POISON_BYTE, np.uint8), False, "shared memory of the CTA"
@@ -349,6 +349,7 @@ class Launch:
     shared_bytes: int
     parameters: object  # memory.Region
     cooperative: bool = False
+    registers: int = 0  # a thread, at launch; 0: not known
 
     @property
     def threads(self) -> int:
@@ -359,9 +360,11 @@ class Launch:
         return self.grid[0] * self.grid[1] * self.grid[2]
 
     @property
-    def registers(self) -> int:
-        """Per thread at launch: a kernel with setmaxnreg is taken to fill the register file."""
-        return min(255, REGISTER_FILE // max(self.threads, 1) // 8 * 8)
+    def lane_registers(self) -> int:
+        """At launch, in units of 8; where no cubin tells, the register file divided by the threads."""
+        if self.registers:
+            return -(-self.registers // 8) * 8
+        return min(255, REGISTER_FILE // self.threads) // 8 * 8
 
 
 @dataclass
@@ -431,7 +434,12 @@ class Machine:
         shared = program.static_shared_bytes + launch.shared_bytes
         if shared > 232448:
             raise SimulationError(f"{program.name}: {shared} bytes of shared memory, more than 232448")
-        per_sm = max(1, min(2048 // (-(-launch.threads // 32) * 32), 233472 // (shared + 1024), 32))
+        padded = -(-launch.threads // 32) * 32
+        registers = launch.lane_registers * padded if launch.registers else 0
+        if registers > REGISTER_FILE:
+            raise SimulationError(f"{program.name}: {registers} registers a CTA, more than {REGISTER_FILE}")
+        by_registers = REGISTER_FILE // registers if registers else 32
+        per_sm = max(1, min(2048 // padded, 233472 // (shared + 1024), by_registers, 32))
         limit = per_sm * self.num_sms
         if launch.cooperative and launch.ctas > limit:
             raise SimulationError(f"{program.name}: a cooperative grid of {launch.ctas} CTAs, {limit} fit")

@@ -50,6 +50,27 @@ def gradients(device: str, case_name: str, backend: str, accum: str, mode: str, 
     return kernels
 
 
+def dead_lock_of_registers(consumer_registers: int) -> str | None:
+    """How the Hopper backward dead-locks when its consumers ask for so many registers; None: it does not."""
+    import torch
+
+    torch.set_num_threads(1)
+    import cases
+    from msa_ext.backward import run_backward
+    from simulator import Simulator
+
+    data = cases.make(cases.CASES["length_1"], seed=3)
+    simulator = Simulator("h200", num_sms=1)
+    asked = f"setmaxnreg.inc.sync.aligned.u32 {consumer_registers};"
+    simulator.rewrite = lambda text: text.replace("setmaxnreg.inc.sync.aligned.u32 240;", asked)
+    with simulator:
+        try:
+            run_backward(*data.arguments(), backend="sm90")
+        except RuntimeError as error:
+            return str(simulator.error or error)
+    return None
+
+
 STAGE_BITS = {"delta": 1, "clear": 2, "task_build": 4, "main": 8, "postprocess": 16}
 
 

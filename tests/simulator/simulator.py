@@ -45,7 +45,8 @@ class _Launch(Launch):
 class Module:
     """Parsed PTX whose variables live in simulated memory."""
 
-    def __init__(self, simulator: Simulator, text: str):
+    def __init__(self, simulator: Simulator, text: str, registers: dict[str, int] | None = None):
+        self.registers = registers or {}  # of a thread at launch, by kernel
         self.parsed = ptx.parse(text)
         self.addresses: dict[str, int] = {}
         self.programs: dict[str, Program] = {}
@@ -165,11 +166,13 @@ class Simulator:
             self._modules[key] = Module(self, text)
         return self._modules[key]
 
-    def launch(self, module: Module | str, kernel: str, grid, block, *arguments, shared_bytes: int = 0) -> None:
+    def launch(
+        self, module: Module | str, kernel: str, grid, block, *arguments, shared_bytes: int = 0, registers: int = 0
+    ) -> None:
         """Runs one kernel of a module or PTX text to its end.
 
         `arguments` are device arrays (passed as addresses), Python ints and floats (converted to the parameter's
-        size), or bytes.
+        size), or bytes. `registers`: of a thread at launch; 0: the register file divided by the threads, at most 255.
 
         Raises:
             SimulationError: a check of severity error fired.
@@ -191,7 +194,7 @@ class Simulator:
             if len(value) != parameter.bytes:
                 raise TypeError(f"{kernel}: expected {parameter.bytes} bytes for {parameter.name}, got {len(value)}")
             data[parameter.offset : parameter.offset + parameter.bytes] = value
-        self._run(program, grid, block, shared_bytes, bytes(data), False)
+        self._run(program, grid, block, shared_bytes, bytes(data), False, registers)
 
     def tensor_map(self, array: np.ndarray, box: tuple[int, ...], *, swizzle: int = 0, kind: str = "bf16") -> bytes:
         """128 bytes describing a C-contiguous array, box and sizes innermost first, as the driver would make them."""
@@ -203,7 +206,9 @@ class Simulator:
             codes[kind], array.ndim, array.ctypes.data, sizes, strides, box, (1,) * array.ndim, 0, mode, 0
         )
 
-    def _run(self, program: Program, grid, block, shared_bytes: int, parameters: bytes, cooperative: bool) -> None:
+    def _run(
+        self, program: Program, grid, block, shared_bytes: int, parameters: bytes, cooperative: bool, registers: int
+    ) -> None:
         def three(x):
             return (x, 1, 1) if isinstance(x, int) else (*x, 1, 1)[:3]
 
@@ -211,7 +216,7 @@ class Simulator:
         address = self.allocate(size, parameters or b"\0", name=f"parameters of {program.name}")
         region = self.machine.memory.find(address, size)
         region.read_only = True
-        launch = _Launch(program, three(grid), three(block), shared_bytes, region, cooperative)
+        launch = _Launch(program, three(grid), three(block), shared_bytes, region, cooperative, registers)
         launch.parameter_base, launch.parameter_cache = np.uint64(address), {}
         if cooperative:
             launch.grid_workspace = self.allocate(64, bytes(64), name="cooperative grid workspace")
@@ -316,7 +321,8 @@ class Simulator:
         self._library.msa_sim_message(str(error).encode()[:4000])
         return 1
 
-    def _find(self, stub: int) -> Program:
+    def _find(self, stub: int) -> tuple[Program, int]:
+        """The kernel of a host stub, and the registers a thread of its cubin starts with."""
         if stub not in self._stubs:
             fatbins, stubs = self._fatbins, self._stubs
 
@@ -333,23 +339,26 @@ class Simulator:
             raise SimulationError(f"launch of an unregistered kernel at {stub:#x}")
         handle, name = self._stubs[stub]
         if handle not in self._modules:
-            entries = dict(fatbin.ptx_entries(fatbin.from_memory(self._fatbins[handle])))
+            data = fatbin.from_memory(self._fatbins[handle])
+            entries = dict(fatbin.ptx_entries(data))
             arch = self.major * 10 + self.minor
             if arch not in entries:
                 raise SimulationError(f"{name}: no PTX for sm_{arch}, only for {sorted(entries)}")
             text = entries[arch] if self.rewrite is None else self.rewrite(entries[arch])
-            self._modules[handle] = Module(self, text)
-        return self._modules[handle].program(name)
+            counts = {kernel: n for (target, kernel), n in fatbin.register_counts(data).items() if target == arch}
+            self._modules[handle] = Module(self, text, counts)
+        module = self._modules[handle]
+        return module.program(name), module.registers.get(name, 0)
 
     def _on_launch(self, stub, sizes, arguments, shared_bytes, stream, cooperative, overlap) -> int:
         try:
-            program = self._find(stub)
+            program, registers = self._find(stub)
             data = bytearray(program.kernel.parameter_bytes)
             for i, parameter in enumerate(program.kernel.parameters):
                 value = ctypes.string_at(arguments[i], parameter.bytes)
                 data[parameter.offset : parameter.offset + parameter.bytes] = value
             grid, block = tuple(sizes[0:3]), tuple(sizes[3:6])
-            self._run(program, grid, block, shared_bytes, bytes(data), bool(cooperative))
+            self._run(program, grid, block, shared_bytes, bytes(data), bool(cooperative), registers)
         except (SimulationError, PtxError, memory.MemoryFault, KeyError, ValueError) as error:
             return self._fail(error)
         except BaseException as error:  # an exception cannot cross the C frames

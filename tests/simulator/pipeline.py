@@ -10,14 +10,14 @@ import multiprocessing
 
 
 class Worker:
-    """A fresh process for one simulated device; `call(function, *arguments)` runs a function of this module in it."""
+    """A fresh process for one simulated device; `call(function, ...)` runs a function of this module in it."""
 
     def __init__(self):
         context = multiprocessing.get_context("spawn")
         self._pool = concurrent.futures.ProcessPoolExecutor(1, context)
 
-    def call(self, function, *arguments):
-        return self._pool.submit(function, *arguments).result()
+    def call(self, function, *arguments, **options):
+        return self._pool.submit(function, *arguments, **options).result()
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -50,8 +50,8 @@ def gradients(device: str, case_name: str, backend: str, accum: str, mode: str, 
     return kernels
 
 
-def dead_lock_of_registers(consumer_registers: int) -> str | None:
-    """How the Hopper backward dead-locks when its consumers ask for so many registers; None: it does not."""
+def failure(mode: str, *, consumer_registers: int = 240, events: bool = True) -> str | None:
+    """How the Hopper backward of one token fails with other registers, or without waits for events; None: it does not."""
     import torch
 
     torch.set_num_threads(1)
@@ -60,14 +60,16 @@ def dead_lock_of_registers(consumer_registers: int) -> str | None:
     from simulator import Simulator
 
     data = cases.make(cases.CASES["length_1"], seed=3)
-    simulator = Simulator("h200", num_sms=1)
+    simulator = Simulator("h200", num_sms=1, mode=mode)
     asked = f"setmaxnreg.inc.sync.aligned.u32 {consumer_registers};"
     simulator.rewrite = lambda text: text.replace("setmaxnreg.inc.sync.aligned.u32 240;", asked)
+    if not events:
+        simulator.streams.wait = lambda stream, event: None
     with simulator:
         try:
             run_backward(*data.arguments(), backend="sm90")
         except RuntimeError as error:
-            return str(simulator.error or error)
+            return str(error)
     return None
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from . import fatbin, layouts, memory, ptx, shim
 from .machine import Launch, Machine, Profile, Report, SimulationError
 from .ptx import PtxError
+from .streams import Streams
 from .translate import LANES, Program
 
 DEVICES = {"b200": ("NVIDIA B200 (simulated)", 10, 0, 148), "h200": ("NVIDIA H200 (simulated)", 9, 0, 132)}
@@ -106,6 +107,7 @@ class Simulator:
         self.name, self.major, self.minor, sms = DEVICES[device]
         self.num_devices = num_devices
         self.machine = Machine(num_sms=num_sms or sms, mode=mode, seed=seed, mma_order=mma_order, checks=checks)
+        self.streams = Streams(mode, self.machine.rng)
         self.launches: list[tuple[str, tuple[int, int, int], float]] = []
         self._buffers: dict[int, np.ndarray] = {}
         self._modules: dict[object, Module] = {}
@@ -178,6 +180,7 @@ class Simulator:
             SimulationError: a check of severity error fired.
             PtxError: the kernel has something that is not modelled.
         """
+        self.streams.flush()
         if isinstance(module, str):
             module = self.load(module)
         program = module.program(kernel)
@@ -249,12 +252,16 @@ class Simulator:
     def __exit__(self, *exception) -> None:
         Simulator._active = None
         self._stack.close()
+        self.streams.clear()
         self.machine.memory.__init__()
         self._modules.clear()
 
     def _connect(self) -> None:
         library = shim.load()
-        self._callbacks = shim.LAUNCH(self._on_launch), shim.MEMSET(self._on_memset), shim.ENCODE(self._on_encode)
+        self._callbacks = (
+            shim.LAUNCH(self._on_launch), shim.MEMSET(self._on_memset), shim.ENCODE(self._on_encode),
+            shim.STREAM(self._on_stream),
+        )  # fmt: skip
         library.msa_sim_connect(*self._callbacks)
         library.msa_sim_device(
             self.name.encode(), self.major, self.minor, self.machine.num_sms, ctypes.c_int(self.num_devices)
@@ -296,15 +303,25 @@ class Simulator:
                     simulator.register(tensor, initialised=True, name="an argument")
             return tensor.data_ptr() if tensor.numel() else 0
 
+        @contextlib.contextmanager
+        def guard(device):
+            """The calls of one backward; its caller may read what they wrote."""
+            try:
+                yield
+            except BaseException:
+                simulator.streams.clear()
+                raise
+            simulator.synchronize()
+
         replaced = {
             "is_cuda": lambda device: True,
             "capability": lambda device: (simulator.major, simulator.minor),
-            "guard": lambda device: contextlib.nullcontext(),
+            "guard": guard,
             "stream": lambda device: 0,
             "empty": empty,
             "workspace": workspace,
             "address": address,
-            "synchronize": lambda device: None,
+            "synchronize": lambda device: simulator.synchronize(),
             "is_capturing": lambda device: False,
         }
         for name, function in replaced.items():
@@ -358,7 +375,10 @@ class Simulator:
                 value = ctypes.string_at(arguments[i], parameter.bytes)
                 data[parameter.offset : parameter.offset + parameter.bytes] = value
             grid, block = tuple(sizes[0:3]), tuple(sizes[3:6])
-            self._run(program, grid, block, shared_bytes, bytes(data), bool(cooperative), registers)
+            self.streams.push(
+                stream or 0,
+                lambda: self._run(program, grid, block, shared_bytes, bytes(data), bool(cooperative), registers),
+            )
         except (SimulationError, PtxError, memory.MemoryFault, KeyError, ValueError) as error:
             return self._fail(error)
         except BaseException as error:  # an exception cannot cross the C frames
@@ -368,9 +388,36 @@ class Simulator:
             return self._fail(error)
         return 0
 
+    def synchronize(self) -> None:
+        """Does what is enqueued on all streams.
+
+        Raises:
+            RuntimeError: a check of severity error fired, or a kernel has something that is not modelled.
+        """
+        try:
+            self.streams.flush()
+        except (PtxError, memory.MemoryFault, KeyError, ValueError) as error:
+            self.error = error
+            raise RuntimeError(str(error)) from error
+
+    def _on_stream(self, what, stream, event) -> int:
+        if what == shim.STREAM_RECORD:
+            self.streams.record(stream or 0, event)
+        elif what == shim.STREAM_WAIT:
+            self.streams.wait(stream or 0, event)
+        else:
+            try:
+                self.synchronize()
+            except RuntimeError as error:
+                return self._fail(error)
+        return 0
+
     def _on_memset(self, target, value, size, stream) -> int:
-        if size == 0:
-            return 0
+        if size:
+            self.streams.push(stream or 0, lambda: self._memset(target, value, size))
+        return 0
+
+    def _memset(self, target: int, value: int, size: int) -> None:
         covered = 0
         for region in self.machine.memory.regions:
             low, high = max(region.base, target), min(region.base + region.size, target + size)
@@ -379,8 +426,7 @@ class Simulator:
                 region.mark(low - region.base, high - region.base)
                 covered += high - low
         if covered == 0:
-            return self._fail(SimulationError(f"cudaMemsetAsync at {target:#x}, outside every allocation"))
-        return 0
+            raise SimulationError(f"cudaMemsetAsync at {target:#x}, outside every allocation")
 
     def _on_encode(self, target, kind, rank, address, sizes, strides, box, element_strides, interleave, mode, l2, fill):
         try:

@@ -194,7 +194,7 @@ ret;
     ((2, 5, 6, 2, 32), (16, 2, 3, 2, 1), (16, 1, 4, 3, 1)),
 ])  # fmt: skip
 def test_tensor_copy_with_swizzle_and_bounds(shape, box, at, width):
-    """Element by element, from the text on tensors and swizzling (5.5): chunk number XOR row number."""
+    """Element by element, from the text on tensors and swizzling (5.5.7): chunk number XOR row number."""
     if 2 * box[0] > (width or 256):
         pytest.skip("the box is wider than the swizzle")
     rng = np.random.default_rng(1)

@@ -2,7 +2,7 @@
 
 An *agent* is a warp, a transaction barrier (all asynchronous operations that complete on it) or a warp(group)'s
 asynchronous unit. `now[a]` is what agent `a` knows of each agent; `proxy[a]` the part of it that is also visible to
-the asynchronous proxy (PTX ISA 8.7, 9.7.13.4 fence.proxy).
+the asynchronous proxy (PTX ISA 8.6 proxies, 9.7.13.4 fence.proxy).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The instructions that are not plain expressions: memory, atomics, warp and CTA synchronisation, conversions.
 
 `build(program, instruction)` makes a closure `(warp, registers, mask or None)`; `gate(program, instruction)` makes the
-function that says whether a group of lanes must wait before the instruction. Sections are those of the PTX ISA 9.0.
+function that says whether a group of lanes must wait before the instruction. Sections are those of the PTX ISA 9.1.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def build_st(program, x: Instruction):
     return st
 
 
-# ---- atomics (9.7.13.7 atom, 9.7.13.8 red) -------------------------------------------------------
+# ---- atomics (9.7.13.5 atom, 9.7.13.6 red) -------------------------------------------------------
 
 
 def _atomic_function(op: str, kind: str, flush: bool):
@@ -545,7 +545,7 @@ def build_redux(program, x: Instruction):
 
 
 def build_elect(program, x: Instruction):
-    """9.7.13.15 elect.sync: one lane of the mask, here the lowest."""
+    """9.7.13.14 elect.sync: one lane of the mask, here the lowest."""
     items = _items(x.operands[0])
 
     def elect(w, R, m):
@@ -702,7 +702,7 @@ def build_prmt(program, x: Instruction):
 
 
 def build_shf(program, x: Instruction):
-    """9.7.8.8 funnel shift."""
+    """9.7.8.7 funnel shift."""
     left, clamp = x.parts[1] == "l", "clamp" in x.parts
     a, b, c = (reader(program, v, 4) for v in x.operands[1:4])
 

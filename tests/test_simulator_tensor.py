@@ -10,7 +10,7 @@ HEAD = ".version 9.0\n.target sm_100a\n.address_size 64\n"
 
 
 def core_matrices(x: np.ndarray) -> np.ndarray:
-    """[rows, 16] bf16 in K-major order without swizzle: 8 x 16-byte core matrices, 128 bytes apart along k, 256 along rows."""
+    """[rows, 16] bf16, K-major without swizzle: 8 x 16-byte core matrices, 128 bytes apart along k, 256 along rows."""
     rows = x.shape[0]
     return np.ascontiguousarray(x.reshape(rows // 8, 8, 2, 8).transpose(0, 2, 1, 3))
 
@@ -52,14 +52,15 @@ def columns(kind: str) -> str:
 
 
 def kernel(body: str) -> str:
-    """4 warps. `%ta`: 512 allocated columns, of which COLUMNS hold `tmem`; %da, %db: operands; `out`: what is left there."""
+    """4 warps. %ta: 512 columns, of which COLUMNS hold `tmem` and go to `out` at the end; %da, %db: operands."""
     return (
         HEAD
         + f"""
 .visible .entry tensor(.param .u64 a, .param .u64 b, .param .u64 tmem, .param .u64 out, .param .u64 extra) {{
 .reg .pred %p<8>; .reg .b32 %r<20>; .reg .b32 %w<140>; .reg .b32 %ta, %mine, %bar, %t, %warp; .reg .b64 %rd<20>;
 .reg .b64 %da, %db, %g;
-.shared .align 1024 .b8 sa[4096]; .shared .align 1024 .b8 sb[8192]; .shared .align 8 .b8 bar[8]; .shared .align 4 .b8 slot[4];
+.shared .align 1024 .b8 sa[4096]; .shared .align 1024 .b8 sb[8192];
+.shared .align 8 .b8 bar[8]; .shared .align 4 .b8 slot[4];
 mov.u32 %t, %tid.x; shr.u32 %warp, %t, 5; setp.eq.u32 %p0, %t, 0; setp.eq.u32 %p1, %warp, 0;
 setp.eq.u32 %p6, %t, %t; setp.ne.u32 %p7, %t, %t;
 mov.u32 %bar, bar; mov.u32 %r1, slot; mov.u32 %r2, sa; mov.u32 %r3, sb;
@@ -124,7 +125,7 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 # ---- fragments -------------------------------------------------------------------------------------
 
-# The strides, in bits of a dense [16 lanes, width] tile, that CuTe gives threads and register bits (copy_traits_sm100.hpp,
+# The strides, in bits of a dense [16 lanes, width] tile, that CuTe gives threads and registers (copy_traits_sm100.hpp,
 # DstLayout of SM100_TMEM_LOAD_16dp*1x, and what its 2x variants add for a repetition). "W" is the width of the tile.
 # shape: bits of a lane and repetition, [(threads, stride)], [(registers, stride)]
 CUTE = {
@@ -177,7 +178,8 @@ def transfer(kind: str, shape: str, number: int, half: int) -> str:
         load = f"tcgen05.ld.sync.aligned.{shape}.x{number}.b32 {vector}, [%r9]{split};"
         return f"{head}{load} tcgen05.wait::ld.sync.aligned; {stores}"
     values = "".join(f"mad.lo.u32 %w{i}, %t, 1000, {i};" for i in range(count))
-    return f"{head}{values} tcgen05.st.sync.aligned.{shape}.x{number}.b32 [%r9]{split}, {vector}; tcgen05.wait::st.sync.aligned;"
+    store = f"tcgen05.st.sync.aligned.{shape}.x{number}.b32 [%r9]{split}, {vector};"
+    return f"{head}{values} {store} tcgen05.wait::st.sync.aligned;"
 
 
 @pytest.mark.parametrize("half", [0, 1])

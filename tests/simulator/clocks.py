@@ -15,7 +15,7 @@ GRANULE = 4  # bytes
 class Clocks:
     """`warps` warps and up to `spare` asynchronous agents over `size` bytes of shared memory."""
 
-    def __init__(self, warps: int, size: int, spare: int = 80):
+    def __init__(self, warps: int, size: int, spare: int = 128):
         self.warps = warps
         self.agents = warps + spare
         self.now = np.zeros((warps, self.agents), np.int32)

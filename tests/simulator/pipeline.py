@@ -51,7 +51,7 @@ def gradients(device: str, case_name: str, backend: str, accum: str, mode: str, 
 
 
 def failure(mode: str, *, consumer_registers: int = 240, events: bool = True) -> str | None:
-    """How the Hopper backward of one token fails with other registers, or without waits for events; None: it does not."""
+    """How the Hopper backward of a token fails with other registers or without waits for events; None: it does not."""
     import torch
 
     torch.set_num_threads(1)

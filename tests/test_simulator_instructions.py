@@ -59,7 +59,7 @@ def signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
-# ---- integers (9.7.1, 9.7.7, 9.7.8) --------------------------------------------------------------
+# ---- integers (9.7.1, 9.7.6, 9.7.8) --------------------------------------------------------------
 
 INTEGER = {
     "add.s32 %d, %a0, %a1;": lambda a, b: a + b,
@@ -316,7 +316,7 @@ def test_divergence_reconverges():
         assert execute(body, mode=mode).tolist() == [each[i ^ 1] for i in range(LANES)]
 
 
-# ---- memory (9.7.9, 9.7.13.7, 9.7.13.8) ----------------------------------------------------------
+# ---- memory (9.7.9, 9.7.13.5, 9.7.13.6) ----------------------------------------------------------
 
 
 def test_atomics_with_conflicts(rng):

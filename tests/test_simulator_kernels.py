@@ -194,7 +194,7 @@ ret;
     ((2, 5, 6, 2, 32), (16, 2, 3, 2, 1), (16, 1, 4, 3, 1)),
 ])  # fmt: skip
 def test_tensor_copy_with_swizzle_and_bounds(shape, box, at, width):
-    """Element by element, from the text on tensors and swizzling (5.5): chunk number XOR row number."""
+    """Element by element, from the text on tensors and swizzling (5.5.7): chunk number XOR row number."""
     if 2 * box[0] > (width or 256):
         pytest.skip("the box is wider than the swizzle")
     rng = np.random.default_rng(1)
@@ -251,10 +251,11 @@ ret;
 
 
 def test_register_pool_blocks_until_registers_are_free():
-    give = "setmaxnreg.dec.sync.aligned.u32 240;"  # 256 threads launch with 248 each... 255 rounded down
+    give = "setmaxnreg.dec.sync.aligned.u32 240;"  # no cubin: 256 threads launch with 248 each, 255 rounded down
 
-    def run(first: str, count: int, mode: str = "late") -> None:
-        Simulator("h200", num_sms=1, mode=mode).launch(SETMAXNREG.format(first=first, count=count), "registers", 1, 256)
+    def run(first: str, count: int, mode: str = "late", registers: int = 0) -> None:
+        text = SETMAXNREG.format(first=first, count=count)
+        Simulator("h200", num_sms=1, mode=mode).launch(text, "registers", 1, 256, registers=registers)
 
     for mode in ("eager", "late", "random"):
         run(give, 256, mode)
@@ -262,6 +263,12 @@ def test_register_pool_blocks_until_registers_are_free():
         run("", 256)
     with pytest.raises(SimulationError, match="illegal: setmaxnreg 244"):
         run(give, 244)
+    give = "setmaxnreg.dec.sync.aligned.u32 24;"  # of 126, which is 128 in units of 8
+    run(give, 232, registers=126)
+    with pytest.raises(SimulationError, match=r"(?s)deadlock.*waits for 3584 registers, \d+ free"):
+        run(give, 240, registers=126)
+    with pytest.raises(SimulationError, match="67584 registers a CTA, more than 65536"):
+        run(give, 240, registers=257)
 
 
 def test_bulk_reduction_adds_in_the_pool_type():

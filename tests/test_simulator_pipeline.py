@@ -1,10 +1,13 @@
 """msa_ext's own kernels, from its own library, in the simulator."""
 
 import importlib.util
+import random
 import shutil
+from pathlib import Path
 
 import pytest
-from simulator import pipeline
+from simulator import fatbin, pipeline
+from simulator.streams import Streams
 
 import cases
 from task_oracle import build_tasks
@@ -27,6 +30,45 @@ def b200():
     worker = pipeline.Worker()
     yield worker
     worker.close()
+
+
+def test_register_counts_of_the_hopper_backward():
+    """1 producer and 2 consumer warpgroups: what they start with is what config.cuh lets them have afterwards."""
+    library = Path(importlib.util.find_spec("msa_ext._C").origin)
+    counts = [c for data in fatbin.in_file(library) for c in fatbin.register_counts(data).items()]
+    hopper = {name: n for (arch, name), n in counts if arch == 90 and "sm9015backward_kernel" in name}
+    assert len(hopper) == 4 and set(hopper.values()) == {(24 + 2 * 240) // 3}
+
+
+def test_a_register_budget_that_is_too_large_dead_locks(h200):
+    assert h200.call(pipeline.failure, "late") is None
+    assert "waits for 2560 registers" in h200.call(pipeline.failure, "late", consumer_registers=248)
+
+
+def test_a_missing_wait_for_the_overlapped_grid_shows_to_the_adversary(h200):
+    """The main kernel starts when delta is over, which does not wait for the task build beside it."""
+    assert h200.call(pipeline.failure, "eager", grid_wait=False) is None
+    assert "uninitialised" in h200.call(pipeline.failure, "late", grid_wait=False)
+
+
+def test_streams_keep_their_order_and_wait_for_events():
+    def order(mode: str, seed: int = 0) -> str:
+        done = []
+        streams = Streams(mode, random.Random(seed))
+        for stream, name in ((0, "a"), (7, "x"), (0, "b")):
+            streams.push(stream, lambda name=name: done.append(name))
+        streams.record(0, 1)
+        streams.push(0, lambda: done.append("c"))
+        streams.wait(7, 1)
+        streams.wait(7, 2)  # never recorded
+        streams.push(7, lambda: done.append("y"))
+        streams.flush()
+        return "".join(done)
+
+    assert order("eager") == "axbcy" and order("late") == "xabyc"
+    orders = {order("random", seed) for seed in range(50)}
+    assert all(o.index("a") < o.index("b") < min(o.index("c"), o.index("y")) for o in orders)
+    assert all(o.index("x") < o.index("y") for o in orders) and len(orders) >= 5
 
 
 @pytest.mark.parametrize(

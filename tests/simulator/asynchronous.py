@@ -1,6 +1,6 @@
 """Asynchronous instructions: bulk and tensor copies, wgmma. Issue makes an `AsyncOp`; the engine decides when it acts.
 
-Sections are those of the PTX ISA 9.0.
+Sections are those of the PTX ISA 9.1.
 """
 
 from __future__ import annotations
@@ -205,31 +205,36 @@ def _guarded(w, line: int, stage):
     return run
 
 
-def _write_shared(w, known, completion: Completion, granules: np.ndarray, line: int) -> None:
-    if w.machine.track:
-        clocks = w.cta.clocks
-        text = clocks.async_write(known, w.index, completion.agent, completion.epoch, granules, line)
-        if text:
-            w.report("race", f"asynchronous copy {text}", line)
-
-
 def _snapshot(w):
     """What the issuing warp knows now: orders the operation after it."""
     return tuple(v.copy() for v in w.cta.clocks.token(w.index))
 
 
-def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:
-    size = tensor_map.box_bytes
-    _check_shared(w, target, size, 128, x.line)
-    address, inside, shared, chunk = layouts.box_addresses(tensor_map, at, target)
+def _load(w, x, text: str, target: int, size: int, barrier: int, fill) -> None:
+    """A copy to shared memory that completes on an mbarrier: `fill` moves the bytes, later."""
     completion = Completion(w, barrier, x.line, size)
     if completion.barrier is None:
         return
-    known = _snapshot(w)
-    _write_shared(w, known, completion, _granules(target, size), x.line)
+    known, clocks = _snapshot(w), w.cta.clocks
+    if w.machine.track:
+        granules = _granules(target, size)
+        race = clocks.async_write(known, w.index, completion.agent, completion.epoch, granules, x.line)
+        if race:
+            w.report("race", f"asynchronous copy {race}", x.line)
 
     def act():
-        region = w.cta.shared
+        fill()
+        w.cta.shared.mark(target, target + size)
+        completion.complete(known)
+
+    _issue(w, None, text, x.line, [_guarded(w, x.line, act)])
+
+
+def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:
+    _check_shared(w, target, tensor_map.box_bytes, 128, x.line)
+    address, inside, shared, chunk = layouts.box_addresses(tensor_map, at, target)
+
+    def fill():
         values = np.zeros((len(address), chunk), np.uint8)
         if inside.any():
             wanted = address[inside]
@@ -237,8 +242,7 @@ def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:
             offsets = wanted - source.base
             if chunk == 16 and source.base % 16 == 0:
                 view = source.data[: source.size // 16 * 16].reshape(-1, 16)
-                index = offsets // 16
-                values[inside] = view[index]
+                values[inside] = view[offsets // 16]
                 if not source.all_initialised:
                     source.check_initialised((offsets[:, None] // 4 + np.arange(4)).ravel(), 4, source.base)
             else:
@@ -246,35 +250,27 @@ def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:
                 values[inside] = source.data[index]
                 if not source.all_initialised:
                     source.check_initialised(index.ravel(), 1, source.base)
+        data = w.cta.shared.data
         if chunk == 16:
-            region.data[: region.data.nbytes // 16 * 16].reshape(-1, 16)[shared // 16] = values
+            data[: data.nbytes // 16 * 16].reshape(-1, 16)[shared // 16] = values
         else:
-            region.data[shared[:, None] + np.arange(chunk)] = values
-        region.mark(target, target + size)
-        completion.complete(known)
+            data[shared[:, None] + np.arange(chunk)] = values
 
-    _issue(w, None, "a tensor copy to shared memory", x.line, [_guarded(w, x.line, act)])
+    _load(w, x, "a tensor copy to shared memory", target, tensor_map.box_bytes, barrier, fill)
 
 
 def _bulk_load(w, x, target: int, source: int, size: int, barrier: int) -> None:
     if size % 16 or source % 16:
         w.report("misaligned", f"bulk copy of {size} bytes from {source:#x}: multiples of 16 are needed", x.line)
     _check_shared(w, target, size, 16, x.line)
-    completion = Completion(w, barrier, x.line, size)
-    if completion.barrier is None:
-        return
-    known = _snapshot(w)
-    _write_shared(w, known, completion, _granules(target, size), x.line)
 
-    def act():
+    def fill():
         region, offset = w.machine.memory.bytes_at(source, size)
         if not region.all_initialised:
             region.check_initialised(np.arange(offset // 4, (offset + size) // 4), 4, region.base)
         w.cta.shared.data[target : target + size] = region.data[offset : offset + size]
-        w.cta.shared.mark(target, target + size)
-        completion.complete(known)
 
-    _issue(w, None, "a bulk copy to shared memory", x.line, [_guarded(w, x.line, act)])
+    _load(w, x, "a bulk copy to shared memory", target, size, barrier, fill)
 
 
 def _read_shared(w, granules: np.ndarray, agent_key, line: int, what: str) -> tuple[int, int]:
@@ -374,7 +370,7 @@ def _tensor_store(w, x, lane: int, tensor_map, at, source: int, kind: str | None
 
 
 def _build_commit(w, R, m) -> None:
-    """cp.async.bulk.commit_group: a group of each executing thread (9.7.9.25.3.1)."""
+    """cp.async.bulk.commit_group: a group of each executing thread (bulk and tensor copy completion instructions)."""
     for lane in lanes_of(m):
         lane = int(lane)
         w.bulk_groups.setdefault(lane, []).append(w.bulk_open.pop(lane, []))

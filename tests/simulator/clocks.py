@@ -2,7 +2,7 @@
 
 An *agent* is a warp, a transaction barrier (all asynchronous operations that complete on it) or a warp(group)'s
 asynchronous unit. `now[a]` is what agent `a` knows of each agent; `proxy[a]` the part of it that is also visible to
-the asynchronous proxy (PTX ISA 8.7, 9.7.13.4 fence.proxy).
+the asynchronous proxy (PTX ISA 8.6 proxies, 9.7.13.4 fence.proxy).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GRANULE = 4  # bytes
 class Clocks:
     """`warps` warps and up to `spare` asynchronous agents over `size` bytes of shared memory."""
 
-    def __init__(self, warps: int, size: int, spare: int = 80):
+    def __init__(self, warps: int, size: int, spare: int = 128):
         self.warps = warps
         self.agents = warps + spare
         self.now = np.zeros((warps, self.agents), np.int32)
@@ -46,7 +46,7 @@ class Clocks:
     def name(self, agent: int) -> str:
         if agent < self.warps:
             return f"warp {agent}"
-        return next(str(k) for k, v in self._names.items() if v == agent)
+        return next(" ".join(map(str, k)) for k, v in self._names.items() if v == agent)
 
     # ---- release and acquire
 

@@ -1,7 +1,7 @@
 """The instructions that are not plain expressions: memory, atomics, warp and CTA synchronisation, conversions.
 
 `build(program, instruction)` makes a closure `(warp, registers, mask or None)`; `gate(program, instruction)` makes the
-function that says whether a group of lanes must wait before the instruction. Sections are those of the PTX ISA 9.0.
+function that says whether a group of lanes must wait before the instruction. Sections are those of the PTX ISA 9.1.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def build_st(program, x: Instruction):
     return st
 
 
-# ---- atomics (9.7.13.7 atom, 9.7.13.8 red) -------------------------------------------------------
+# ---- atomics (9.7.13.5 atom, 9.7.13.6 red) -------------------------------------------------------
 
 
 def _atomic_function(op: str, kind: str, flush: bool):
@@ -547,7 +547,7 @@ def build_redux(program, x: Instruction):
 
 
 def build_elect(program, x: Instruction):
-    """9.7.13.15 elect.sync: one lane of the mask, here the lowest."""
+    """9.7.13.14 elect.sync: one lane of the mask, here the lowest."""
     items = _items(x.operands[0])
 
     def elect(w, R, m):
@@ -704,7 +704,7 @@ def build_prmt(program, x: Instruction):
 
 
 def build_shf(program, x: Instruction):
-    """9.7.8.8 funnel shift."""
+    """9.7.8.7 funnel shift."""
     left, clamp = x.parts[1] == "l", "clamp" in x.parts
     a, b, c = (reader(program, v, 4) for v in x.operands[1:4])
 
@@ -1331,6 +1331,20 @@ def _nothing(program, x: Instruction):
     return lambda w, R, m: None
 
 
+def build_griddepcontrol(program, x: Instruction):
+    """`wait` is taken note of (see streams.Streams.push); nothing but the end of the thread may follow it."""
+    if "wait" not in x.parts:
+        return lambda w, R, m: None
+    rest = program.kernel.instructions[program.kernel.instructions.index(x) + 1 :]
+    if any(y.opcode not in ("ret", "exit") for y in rest):
+        raise PtxError(f"{program.name}, line {x.line}: work after griddepcontrol.wait is not modelled")
+
+    def wait(w, R, m):
+        w.machine.waited_for_grid = True
+
+    return wait
+
+
 def build_fence(program, x: Instruction):
     """9.7.13.4. Generic fences need no state here: memory is sequentially consistent between warps."""
     parts = x.parts
@@ -1391,7 +1405,7 @@ _BUILDERS = {
     "stmatrix": build_matrix, "ldmatrix": build_matrix, "fence": build_fence, "membar": build_fence,
     "trap": build_trap, "call": build_call, "brkpt": build_trap, "isspacep": build_isspacep, "createpolicy": build_createpolicy,
     "mapa": build_mapa, "prefetch": _nothing, "prefetchu": _nothing, "applypriority": _nothing, "discard": _nothing,
-    "nanosleep": _nothing, "griddepcontrol": _nothing, "pmevent": _nothing,
+    "nanosleep": _nothing, "griddepcontrol": build_griddepcontrol, "pmevent": _nothing,
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ class LayoutError(ValueError):
 
 
 def swizzle(address: np.ndarray, width: int) -> np.ndarray:
-    """XORs the 16-byte chunk number with the row number in a `width`-byte pattern (PTX ISA 5.5.6, swizzling modes)."""
+    """XORs the 16-byte chunk number with the row number in a `width`-byte pattern (PTX ISA 5.5.7, swizzling modes)."""
     if width in (0, 16):
         return address
     mask = {32: 1, 64: 3, 128: 7}[width]
@@ -137,7 +137,7 @@ def box_addresses(tensor: TensorMap, coordinates: tuple[int, ...], target: int):
 
 @lru_cache(maxsize=65536)
 def operand_offsets(start: int, leading: int, stride: int, width: int, mn: int, k: int, mn_major: bool) -> np.ndarray:
-    """Byte address of every 16-bit element [mn, k] in shared memory (PTX ISA 9.7.15.5.1, 9.7.16.4).
+    """Byte address of every 16-bit element [mn, k] in shared memory (PTX ISA 9.7.15.5.1.2, 9.7.16.4).
 
     Swizzled K-major: atoms of 8 rows x width bytes, `stride` between them along mn. Swizzled MN-major: atoms of
     width bytes of mn x 8 k, `leading` between them along mn, `stride` along k. Without swizzle: 8 x 16-byte core
@@ -164,7 +164,7 @@ def operand_offsets(start: int, leading: int, stride: int, width: int, mn: int, 
 
 
 def wgmma_descriptor(descriptor: int) -> tuple[int, int, int, int]:
-    """(start, leading bytes, stride bytes, swizzle width) of an sm_90 matrix descriptor (PTX ISA 9.7.15.5.1)."""
+    """(start, leading bytes, stride bytes, swizzle width) of an sm_90 matrix descriptor (PTX ISA 9.7.15.5.1.2.2)."""
     if descriptor >> 49 & 7:
         raise LayoutError(f"wgmma descriptor {descriptor:#x}: a base offset is not modelled")
     width = {0: 0, 1: 128, 2: 64, 3: 32}[descriptor >> 62 & 3]
@@ -191,7 +191,7 @@ _LANE = np.arange(32)
 
 @lru_cache(maxsize=64)
 def wgmma_accumulator(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) in a warp's 16 x n part of D, of register i of lane l (PTX ISA 9.7.15.5.2, figure of D)."""
+    """(row, column) in a warp's 16 x n part of D, of register i of lane l (PTX ISA 9.7.15.5.1.1.1)."""
     i = np.arange(n // 2)[:, None]
     return _LANE // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (_LANE % 4) + i % 2
 

@@ -14,12 +14,14 @@ from .clocks import GRANULE, Clocks
 LANES = 32
 FULL = np.ones(LANES, bool)
 MODES = ("eager", "late", "random")
+MMA_ORDERS = ("issue", "isa")
 REGISTER_FILE = 65536
 DEFAULT_CHECKS = {
     "out_of_bounds": "error",
     "uninitialised": "error",
     "misaligned": "error",
     "race": "error",
+    "mma_order": "error",
     "proxy_fence": "error",
     "barrier": "error",
     "descriptor": "error",
@@ -152,7 +154,11 @@ class Engine:
         if not self.queues:
             return False
         keys = list(self.queues)
-        key = keys[0] if self.mode == "late" else self.rng.choice(keys)
+        self._advance(keys[0] if self.mode == "late" else self.rng.choice(keys))
+        return True
+
+    def _advance(self, key: object) -> None:
+        """Runs one stage of a queue's first operation."""
         queue = self.queues[key]
         op = queue[0]
         self._stage(op)
@@ -161,7 +167,11 @@ class Engine:
             del self.queues[key]
             if queue:
                 self.queues[key] = queue  # to the back: round robin between queues
-        return True
+
+    def finish(self, key: object, op: AsyncOp) -> None:
+        """Runs what is left of an operation of a queue, and what comes before it there."""
+        while not op.done:
+            self._advance(key)
 
     def drain(self) -> None:
         while self.step():
@@ -194,7 +204,7 @@ class Warp:
         self.wgmma_fenced: list | None = None  # the registers at the last wgmma.fence
         self.tensor_ops: dict[str, list[AsyncOp]] = {"ld": [], "st": []}
         self.tensor_in_order: set[int] = set()
-        self.tensor_last: tuple[int, int, np.ndarray] | None = None
+        self.tensor_last: dict[int, AsyncOp] = {}  # the last MMA of every agent
         self.fragments: dict[int, tuple] = {}
         self.register_count = cta.launch_registers
         self.local = None
@@ -299,8 +309,8 @@ class Cta:
         threads = launch.threads
         gx, gy, _ = launch.grid
         self.coordinates = index % gx, index // gx % gy, index // (gx * gy)
-        self.launch_registers = launch.registers
-        self.register_pool = 0
+        self.launch_registers = launch.lane_registers
+        self.register_pool = 0  # what setmaxnreg.dec gave back
         size = program.static_shared_bytes + launch.shared_bytes
         self.shared = memory.Region(
             0, np.full(max(size, 16), memory.POISON_BYTE, np.uint8), False, "shared memory of the CTA"
@@ -339,6 +349,7 @@ class Launch:
     shared_bytes: int
     parameters: object  # memory.Region
     cooperative: bool = False
+    registers: int = 0  # a thread, at launch; 0: not known
 
     @property
     def threads(self) -> int:
@@ -349,9 +360,11 @@ class Launch:
         return self.grid[0] * self.grid[1] * self.grid[2]
 
     @property
-    def registers(self) -> int:
-        """Per thread at launch: a kernel with setmaxnreg is taken to fill the register file."""
-        return min(255, REGISTER_FILE // max(self.threads, 1) // 8 * 8)
+    def lane_registers(self) -> int:
+        """At launch, in units of 8; where no cubin tells, the register file divided by the threads."""
+        if self.registers:
+            return -(-self.registers // 8) * 8
+        return min(255, REGISTER_FILE // self.threads) // 8 * 8
 
 
 @dataclass
@@ -371,10 +384,13 @@ class Profile:
 class Machine:
     """Executes launches. `num_sms` SMs; as many CTAs resident as threads and shared memory allow."""
 
-    def __init__(self, *, num_sms: int, mode: str, seed: int, checks: dict[str, str] | None = None):
-        if mode not in MODES:
-            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-        self.num_sms, self.mode = num_sms, mode
+    def __init__(
+        self, *, num_sms: int, mode: str, seed: int, mma_order: str = "issue", checks: dict[str, str] | None = None
+    ):
+        for name, value, values in (("mode", mode, MODES), ("mma_order", mma_order, MMA_ORDERS)):
+            if value not in values:
+                raise ValueError(f"{name}: expected one of {', '.join(values)}, got {value!r}")
+        self.num_sms, self.mode, self.mma_order = num_sms, mode, mma_order
         self.rng = random.Random(seed)
         self.checks = dict(DEFAULT_CHECKS)
         for name, severity in (checks or {}).items():
@@ -383,11 +399,13 @@ class Machine:
             self.checks[name] = severity
         self.memory = memory.GlobalMemory()
         self.engine = Engine(mode, self.rng)
+        self.waited_for_grid = False  # griddepcontrol.wait was executed
         self.reports: list[Report] = []
         self.progress = 0  # stores, arrivals, barriers: what a spinning warp may wait for
         self.profile: Profile | None = None
         self.instructions = 0
-        self.track = any(self.checks[c] != "off" for c in ("race", "proxy_fence"))
+        tracked = ("race", "proxy_fence", *(("mma_order",) if mma_order == "isa" else ()))
+        self.track = any(self.checks[c] != "off" for c in tracked)
 
     def report(self, report: Report) -> None:
         severity = self.checks[report.check]
@@ -417,7 +435,12 @@ class Machine:
         shared = program.static_shared_bytes + launch.shared_bytes
         if shared > 232448:
             raise SimulationError(f"{program.name}: {shared} bytes of shared memory, more than 232448")
-        per_sm = max(1, min(2048 // (-(-launch.threads // 32) * 32), 233472 // (shared + 1024), 32))
+        padded = -(-launch.threads // 32) * 32
+        registers = launch.lane_registers * padded if launch.registers else 0
+        if registers > REGISTER_FILE:
+            raise SimulationError(f"{program.name}: {registers} registers a CTA, more than {REGISTER_FILE}")
+        by_registers = REGISTER_FILE // registers if registers else 32
+        per_sm = max(1, min(2048 // padded, 233472 // (shared + 1024), by_registers, 32))
         limit = per_sm * self.num_sms
         if launch.cooperative and launch.ctas > limit:
             raise SimulationError(f"{program.name}: a cooperative grid of {launch.ctas} CTAs, {limit} fit")

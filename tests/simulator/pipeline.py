@@ -23,8 +23,8 @@ class Worker:
     def submit(self, function, *arguments) -> concurrent.futures.Future:
         return self._pool.submit(function, *arguments)
 
-    def call(self, function, *arguments):
-        return self.submit(function, *arguments).result()
+    def call(self, function, *arguments, **options):
+        return self._pool.submit(function, *arguments, **options).result()
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -64,44 +64,91 @@ def gradients(device: str, case, backend: str, accum: str, mode: str, seed: int,
     return kernels
 
 
-def task_table(device: str, case_name: str, mode: str, seed: int) -> tuple[list, list]:
-    """(headers, tokens) that the device's task build writes, from a run of the whole pipeline."""
+def failure(mode: str, *, consumer_registers: int = 240, grid_wait: bool = True) -> str | None:
+    """How the Hopper backward of a token fails with other registers or without griddepcontrol.wait; None: not at all."""
     import torch
 
     torch.set_num_threads(1)
     import cases
-    from msa_ext import _cuda_backward, _runtime
     from msa_ext.backward import run_backward
     from simulator import Simulator
 
-    case = cases.CASES[case_name]
-    data = cases.make(case, seed=3)
-    captured = {}
-    launch = _cuda_backward.launch
-    with Simulator(device, num_sms=4, mode=mode, seed=seed):
-        allocate = _runtime.workspace
+    data = cases.make(cases.CASES["length_1"], seed=3)
+    simulator = Simulator("h200", num_sms=1, mode=mode)
+    asked = f"setmaxnreg.inc.sync.aligned.u32 {consumer_registers};"
+    wait = "griddepcontrol.wait;"
+    simulator.rewrite = lambda text: text.replace("setmaxnreg.inc.sync.aligned.u32 240;", asked).replace(
+        wait, wait if grid_wait else ""
+    )
+    with simulator:
+        try:
+            run_backward(*data.arguments(), backend="sm90")
+        except RuntimeError as error:
+            return str(error)
+    return None
+
+
+STAGE_BITS = {"delta": 1, "clear": 2, "task_build": 4, "main": 8, "postprocess": 16}
+
+
+class Stages:
+    """The pipeline on one workspace, a few stages at a time, through `run_backward`."""
+
+    def __init__(self, data, backend: str, dq_accum: str):
+        self.data, self.backend, self.dq_accum = data, backend, dq_accum
+        self._workspace, self._sections = None, {}
+
+    def run(self, *stages: str, **options) -> tuple:
+        """Runs stages of `STAGE_BITS`; returns the gradients, which only "postprocess" writes."""
+        from msa_ext import _cuda_backward, _runtime
+        from msa_ext.backward import run_backward
+
+        launch, allocate = _cuda_backward.launch, _runtime.workspace
+        mask = sum(STAGE_BITS[stage] for stage in stages)
 
         def workspace(total_bytes, sections, device):
-            captured["sections"] = {name: (offset, size) for name, offset, size in sections}
-            captured["tensor"] = allocate(total_bytes, sections, device)
-            return captured["tensor"]
+            if self._workspace is None:
+                self._sections = {name: (offset, size) for name, offset, size in sections}
+                self._workspace = allocate(total_bytes, sections, device)
+            return self._workspace
 
         _runtime.workspace = workspace
-        _cuda_backward.launch = lambda a, backend, accum: launch(a, backend, accum, 0b00100)
+        _cuda_backward.launch = lambda arguments, backend, accum: launch(arguments, backend, accum, mask)
         try:
-            run_backward(*data.arguments(), backend="simple", dq_accum="fp32")
+            return run_backward(*self.data.arguments(), backend=self.backend, dq_accum=self.dq_accum, **options)
         finally:
-            _cuda_backward.launch = launch
-            _runtime.workspace = allocate
+            _cuda_backward.launch, _runtime.workspace = launch, allocate
 
-    def section(name: str) -> torch.Tensor:
-        offset, size = captured["sections"][name]
-        return captured["tensor"][offset : offset + size].view(torch.int32)
+    def section(self, name: str, dtype):
+        """A view of a section of the workspace."""
+        offset, size = self._sections[name]
+        return self._workspace[offset : offset + size].view(dtype)
 
-    count = int(section("descriptor")[0])
-    slots = 128 // case.group
-    headers = section("task_headers").view(-1, 4)[:count]
-    return headers.tolist(), section("task_tokens").view(-1, slots)[:count].tolist()
+
+def task_arrays(data, group: int) -> dict:
+    """{"headers": [tasks, 4], "tokens": [tasks, slots]} that the device's task build writes."""
+    import torch
+
+    stages = Stages(data, "simple", "fp32")
+    stages.run("task_build")
+    count = int(stages.section("descriptor", torch.int32)[0])
+    headers = stages.section("task_headers", torch.int32).view(-1, 4)[:count]
+    tokens = stages.section("task_tokens", torch.int32).view(-1, 128 // group)[:count]
+    return {"headers": headers.cpu().numpy().copy(), "tokens": tokens.cpu().numpy().copy()}
+
+
+def task_table(device: str, case_name: str, mode: str, seed: int) -> tuple[list, list]:
+    """(headers, tokens) that the task build writes in the simulator."""
+    import torch
+
+    torch.set_num_threads(1)
+    import cases
+    from simulator import Simulator
+
+    case = cases.CASES[case_name]
+    with Simulator(device, num_sms=4, mode=mode, seed=seed):
+        arrays = task_arrays(cases.make(case, seed=3), case.group)
+    return arrays["headers"].tolist(), arrays["tokens"].tolist()
 
 
 @dataclass(frozen=True)

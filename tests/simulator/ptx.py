@@ -1,6 +1,6 @@
 """Parser of the PTX that nvcc embeds: modules, kernels, scoped registers and labels, instructions.
 
-Sections are those of the PTX ISA 9.0.
+Sections are those of the PTX ISA 9.1.
 """
 
 from __future__ import annotations

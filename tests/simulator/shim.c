@@ -10,6 +10,9 @@ typedef void (*VariableCallback)(long handle, const void* host, const char* name
 typedef int (*LaunchCallback)(const void* stub, const unsigned* grid_block, void** args,
                               size_t shared_bytes, void* stream, int cooperative, int overlap);
 typedef int (*MemsetCallback)(void* target, int value, size_t bytes, void* stream);
+// `what` is one of the enumerators; a synchronisation is one of all streams.
+enum { kStreamRecord, kStreamWait, kStreamSynchronize };
+typedef int (*StreamCallback)(int what, void* stream, void* event);
 typedef int (*EncodeCallback)(void* map, int type, unsigned rank, void* address, const void* sizes,
                               const void* strides, const void* box, const void* element_strides,
                               int interleave, int swizzle, int l2, int fill);
@@ -34,6 +37,7 @@ static int num_variables;
 static LaunchCallback launch_callback;
 static MemsetCallback memset_callback;
 static EncodeCallback encode_callback;
+static StreamCallback stream_callback;
 static struct cudaDeviceProp properties;
 static int num_devices = 0;
 static int current_device;
@@ -42,10 +46,12 @@ static cudaError_t last_error = cudaSuccess;
 
 // ---- for Python --------------------------------------------------------------------------------
 
-void msa_sim_connect(LaunchCallback launch, MemsetCallback set, EncodeCallback encode) {
+void msa_sim_connect(LaunchCallback launch, MemsetCallback set, EncodeCallback encode,
+                     StreamCallback stream) {
   launch_callback = launch;
   memset_callback = set;
   encode_callback = encode;
+  stream_callback = stream;
 }
 
 void msa_sim_device(const char* name, int major, int minor, int sms, int count) {
@@ -240,12 +246,21 @@ cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute, in
   }
   return cudaSuccess;
 }
-// Launches run to their end when they are issued, whatever their stream: one legal order, as long
-// as the host enqueues work after what it depends on.
-static char handles[1];
+// Streams and events are addresses of these; what is enqueued is kept by Python.
+static char streams[64], events[1024];
+static int num_streams, num_events;
+
+static cudaError_t stream_call(int what, cudaStream_t stream, cudaEvent_t event) {
+  if (stream_callback == NULL) return fail(cudaErrorNoDevice);
+  return stream_callback(what, stream, event) ? fail(cudaErrorLaunchFailure) : cudaSuccess;
+}
+// A stream that synchronises with the default stream is taken to be the default stream.
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
-  (void)flags, (void)priority;
-  *stream = (cudaStream_t)handles;
+  (void)priority;
+  *stream = NULL;
+  if (!(flags & cudaStreamNonBlocking)) return cudaSuccess;
+  if (num_streams == sizeof streams) return fail(cudaErrorMemoryAllocation);
+  *stream = (cudaStream_t)&streams[num_streams++];
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
@@ -259,17 +274,17 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-  (void)stream, (void)event, (void)flags;
-  return cudaSuccess;
+  (void)flags;
+  return stream_call(kStreamWait, stream, event);
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   (void)flags;
-  *event = (cudaEvent_t)handles;
+  if (num_events == sizeof events) return fail(cudaErrorMemoryAllocation);
+  *event = (cudaEvent_t)&events[num_events++];
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  (void)event, (void)stream;
-  return cudaSuccess;
+  return stream_call(kStreamRecord, stream, event);
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   (void)event;
@@ -281,10 +296,9 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  (void)stream;
-  return cudaSuccess;
+  return stream_call(kStreamSynchronize, stream, NULL);
 }
-cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize(void) { return stream_call(kStreamSynchronize, NULL, NULL); }
 cudaError_t cudaGetLastError(void) {
   const cudaError_t error = last_error;
   last_error = cudaSuccess;

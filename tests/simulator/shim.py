@@ -17,10 +17,12 @@ LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_void_p, ctypes.c_int, ctypes.c_int,
 )  # fmt: skip
 MEMSET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p)
+STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 ENCODE = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int,
 )  # fmt: skip
+STREAM_RECORD, STREAM_WAIT, STREAM_SYNCHRONIZE = range(3)
 FATBIN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_long)
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_long, ctypes.c_void_p, ctypes.c_char_p)
 VARIABLE = ctypes.CFUNCTYPE(None, ctypes.c_long, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)

@@ -17,10 +17,10 @@ import numpy as np
 from . import fatbin, layouts, memory, ptx, shim
 from .machine import Launch, Machine, Profile, Report, SimulationError
 from .ptx import PtxError
+from .streams import Streams
 from .translate import LANES, Program
 
 DEVICES = {"b200": ("NVIDIA B200 (simulated)", 10, 0, 148), "h200": ("NVIDIA H200 (simulated)", 9, 0, 132)}
-MMA_ORDERS = ("issue", "isa")
 
 
 @dataclass
@@ -50,7 +50,8 @@ _parse = functools.lru_cache(maxsize=64)(ptx.parse)  # a process runs one librar
 class Module:
     """Parsed PTX whose variables live in simulated memory."""
 
-    def __init__(self, simulator: Simulator, text: str):
+    def __init__(self, simulator: Simulator, text: str, registers: dict[str, int] | None = None):
+        self.registers = registers or {}  # of a thread at launch, by kernel
         self.parsed = _parse(text)
         self.addresses: dict[str, int] = {}
         self.programs: dict[str, Program] = {}
@@ -104,14 +105,10 @@ class Simulator:
     ):
         if device not in DEVICES:
             raise ValueError(f"device: expected one of {', '.join(DEVICES)}, got {device!r}")
-        if mma_order not in MMA_ORDERS:
-            raise ValueError(f"mma_order: expected one of {', '.join(MMA_ORDERS)}, got {mma_order!r}")
-        if mma_order == "isa":
-            raise NotImplementedError("mma_order: expected 'issue', got 'isa', which is not modelled")
         self.name, self.major, self.minor, sms = DEVICES[device]
         self.num_devices = num_devices
-        self.machine = Machine(num_sms=num_sms or sms, mode=mode, seed=seed, checks=checks)
-        self.machine.mma_order = mma_order
+        self.machine = Machine(num_sms=num_sms or sms, mode=mode, seed=seed, mma_order=mma_order, checks=checks)
+        self.streams = Streams(mode, self.machine.rng)
         self.launches: list[tuple[str, tuple[int, int, int], float]] = []
         self._buffers: dict[int, np.ndarray] = {}
         self._modules: dict[object, Module] = {}
@@ -172,16 +169,19 @@ class Simulator:
             self._modules[key] = Module(self, text)
         return self._modules[key]
 
-    def launch(self, module: Module | str, kernel: str, grid, block, *arguments, shared_bytes: int = 0) -> None:
+    def launch(
+        self, module: Module | str, kernel: str, grid, block, *arguments, shared_bytes: int = 0, registers: int = 0
+    ) -> None:
         """Runs one kernel of a module or PTX text to its end.
 
         `arguments` are device arrays (passed as addresses), Python ints and floats (converted to the parameter's
-        size), or bytes.
+        size), or bytes. `registers`: of a thread at launch; 0: the register file divided by the threads, at most 255.
 
         Raises:
             SimulationError: a check of severity error fired.
             PtxError: the kernel has something that is not modelled.
         """
+        self.streams.flush()
         if isinstance(module, str):
             module = self.load(module)
         program = module.program(kernel)
@@ -198,7 +198,7 @@ class Simulator:
             if len(value) != parameter.bytes:
                 raise TypeError(f"{kernel}: expected {parameter.bytes} bytes for {parameter.name}, got {len(value)}")
             data[parameter.offset : parameter.offset + parameter.bytes] = value
-        self._run(program, grid, block, shared_bytes, bytes(data), False)
+        self._run(program, grid, block, shared_bytes, bytes(data), False, registers)
 
     def tensor_map(self, array: np.ndarray, box: tuple[int, ...], *, swizzle: int = 0, kind: str = "bf16") -> bytes:
         """128 bytes describing a C-contiguous array, box and sizes innermost first, as the driver would make them."""
@@ -210,7 +210,11 @@ class Simulator:
             codes[kind], array.ndim, array.ctypes.data, sizes, strides, box, (1,) * array.ndim, 0, mode, 0
         )
 
-    def _run(self, program: Program, grid, block, shared_bytes: int, parameters: bytes, cooperative: bool) -> None:
+    def _run(
+        self, program: Program, grid, block, shared_bytes: int, parameters: bytes, cooperative: bool, registers: int
+    ) -> bool:
+        """Runs a grid; returns whether it waited for the one before (griddepcontrol.wait)."""
+
         def three(x):
             return (x, 1, 1) if isinstance(x, int) else (*x, 1, 1)[:3]
 
@@ -218,11 +222,12 @@ class Simulator:
         address = self.allocate(size, parameters or b"\0", name=f"parameters of {program.name}")
         region = self.machine.memory.find(address, size)
         region.read_only = True
-        launch = _Launch(program, three(grid), three(block), shared_bytes, region, cooperative)
+        launch = _Launch(program, three(grid), three(block), shared_bytes, region, cooperative, registers)
         launch.parameter_base, launch.parameter_cache = np.uint64(address), {}
         if cooperative:
             launch.grid_workspace = self.allocate(64, bytes(64), name="cooperative grid workspace")
         before = self.machine.instructions
+        self.machine.waited_for_grid = False
         try:
             self.machine.run(launch)
         finally:
@@ -232,6 +237,7 @@ class Simulator:
                 self.free(launch.grid_workspace)
             self.machine.engine.queues.clear()
         self.launches.append((program.name, launch.grid, self.machine.instructions - before))
+        return self.machine.waited_for_grid
 
     # ---- msa_ext
 
@@ -251,12 +257,16 @@ class Simulator:
     def __exit__(self, *exception) -> None:
         Simulator._active = None
         self._stack.close()
+        self.streams.clear()
         self.machine.memory.__init__()
         self._modules.clear()
 
     def _connect(self) -> None:
         library = shim.load()
-        self._callbacks = shim.LAUNCH(self._on_launch), shim.MEMSET(self._on_memset), shim.ENCODE(self._on_encode)
+        self._callbacks = (
+            shim.LAUNCH(self._on_launch), shim.MEMSET(self._on_memset), shim.ENCODE(self._on_encode),
+            shim.STREAM(self._on_stream),
+        )  # fmt: skip
         library.msa_sim_connect(*self._callbacks)
         library.msa_sim_device(
             self.name.encode(), self.major, self.minor, self.machine.num_sms, ctypes.c_int(self.num_devices)
@@ -298,15 +308,25 @@ class Simulator:
                     simulator.register(tensor, initialised=True, name="an argument")
             return tensor.data_ptr() if tensor.numel() else 0
 
+        @contextlib.contextmanager
+        def guard(device):
+            """The calls of one backward; its caller may read what they wrote."""
+            try:
+                yield
+            except BaseException:
+                simulator.streams.clear()
+                raise
+            simulator.synchronize()
+
         replaced = {
             "is_cuda": lambda device: True,
             "capability": lambda device: (simulator.major, simulator.minor),
-            "guard": lambda device: contextlib.nullcontext(),
+            "guard": guard,
             "stream": lambda device: 0,
             "empty": empty,
             "workspace": workspace,
             "address": address,
-            "synchronize": lambda device: None,
+            "synchronize": lambda device: simulator.synchronize(),
             "is_capturing": lambda device: False,
         }
         for name, function in replaced.items():
@@ -323,7 +343,8 @@ class Simulator:
         self._library.msa_sim_message(str(error).encode()[:4000])
         return 1
 
-    def _find(self, stub: int) -> Program:
+    def _find(self, stub: int) -> tuple[Program, int]:
+        """The kernel of a host stub, and the registers a thread of its cubin starts with."""
         if stub not in self._stubs:
             fatbins, stubs = self._fatbins, self._stubs
 
@@ -340,23 +361,31 @@ class Simulator:
             raise SimulationError(f"launch of an unregistered kernel at {stub:#x}")
         handle, name = self._stubs[stub]
         if handle not in self._modules:
-            entries = dict(fatbin.ptx_entries(fatbin.from_memory(self._fatbins[handle])))
+            data = fatbin.from_memory(self._fatbins[handle])
+            entries = dict(fatbin.ptx_entries(data))
             arch = self.major * 10 + self.minor
             if arch not in entries:
                 raise SimulationError(f"{name}: no PTX for sm_{arch}, only for {sorted(entries)}")
             text = entries[arch] if self.rewrite is None else self.rewrite(entries[arch])
-            self._modules[handle] = Module(self, text)
-        return self._modules[handle].program(name)
+            counts = {kernel: n for (target, kernel), n in fatbin.register_counts(data).items() if target == arch}
+            self._modules[handle] = Module(self, text, counts)
+        module = self._modules[handle]
+        return module.program(name), module.registers.get(name, 0)
 
     def _on_launch(self, stub, sizes, arguments, shared_bytes, stream, cooperative, overlap) -> int:
         try:
-            program = self._find(stub)
+            program, registers = self._find(stub)
             data = bytearray(program.kernel.parameter_bytes)
             for i, parameter in enumerate(program.kernel.parameters):
                 value = ctypes.string_at(arguments[i], parameter.bytes)
                 data[parameter.offset : parameter.offset + parameter.bytes] = value
             grid, block = tuple(sizes[0:3]), tuple(sizes[3:6])
-            self._run(program, grid, block, shared_bytes, bytes(data), bool(cooperative))
+            self.streams.push(
+                stream or 0,
+                lambda: self._run(program, grid, block, shared_bytes, bytes(data), bool(cooperative), registers),
+                lets_next_start=any("launch_dependents" in x.parts for x in program.kernel.instructions),
+                may_overtake=bool(overlap),
+            )
         except (SimulationError, PtxError, memory.MemoryFault, KeyError, ValueError) as error:
             return self._fail(error)
         except BaseException as error:  # an exception cannot cross the C frames
@@ -366,9 +395,36 @@ class Simulator:
             return self._fail(error)
         return 0
 
+    def synchronize(self) -> None:
+        """Does what is enqueued on all streams.
+
+        Raises:
+            RuntimeError: a check of severity error fired, or a kernel has something that is not modelled.
+        """
+        try:
+            self.streams.flush()
+        except (PtxError, memory.MemoryFault, KeyError, ValueError) as error:
+            self.error = error
+            raise RuntimeError(str(error)) from error
+
+    def _on_stream(self, what, stream, event) -> int:
+        if what == shim.STREAM_RECORD:
+            self.streams.record(stream or 0, event)
+        elif what == shim.STREAM_WAIT:
+            self.streams.wait(stream or 0, event)
+        else:
+            try:
+                self.synchronize()
+            except RuntimeError as error:
+                return self._fail(error)
+        return 0
+
     def _on_memset(self, target, value, size, stream) -> int:
-        if size == 0:
-            return 0
+        if size:
+            self.streams.push(stream or 0, lambda: self._memset(target, value, size))
+        return 0
+
+    def _memset(self, target: int, value: int, size: int) -> None:
         covered = 0
         for region in self.machine.memory.regions:
             low, high = max(region.base, target), min(region.base + region.size, target + size)
@@ -377,8 +433,7 @@ class Simulator:
                 region.mark(low - region.base, high - region.base)
                 covered += high - low
         if covered == 0:
-            return self._fail(SimulationError(f"cudaMemsetAsync at {target:#x}, outside every allocation"))
-        return 0
+            raise SimulationError(f"cudaMemsetAsync at {target:#x}, outside every allocation")
 
     def _on_encode(self, target, kind, rank, address, sizes, strides, box, element_strides, interleave, mode, l2, fill):
         try:

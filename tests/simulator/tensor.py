@@ -1,13 +1,19 @@
-"""tcgen05: tensor memory, its loads, stores and MMAs (PTX ISA 9.0, 9.7.16), cta_group::1.
+"""tcgen05: tensor memory, its loads, stores and MMAs, cta_group::1 (PTX ISA 9.1, section 9.7.16).
 
-Ordering (9.7.16.6): what a warp's tensor-memory accesses did is handed over by wait::ld/st, then
+Order across threads (9.7.16.6.3): what a warp's tensor-memory accesses did is handed over by wait::ld/st, then
 fence::before_thread_sync, then a release; and taken by an acquire, then fence::after_thread_sync. `commit` implies the
-fence before. MMAs and commits of one warp execute in issue order, an assumption beyond the ISA's promise.
+fence before.
+
+Order of one thread's MMAs: the ISA promises it only to a pair with the same accumulator, shape, kind and cta_group
+(9.7.16.6.2, pipelined instructions); a commit comes after all of them. `mma_order="issue"` keeps them all in order, as
+published kernels assume; "isa" has a queue and an asynchronous agent for each (accumulator, shape).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,6 +25,7 @@ from .machine import LANES, AsyncOp, Converge, Wait
 from .ptx import Address, Immediate, Instruction, PtxError, Sink, Vector
 
 COLUMNS, TMEM_LANES = 512, 128
+HALF, HALVES = 16, 8  # lanes that an access takes or leaves together: half a warp's quarter
 POISON = 0x7FFBAD01  # a NaN
 
 
@@ -28,15 +35,16 @@ class TensorMemory:
     def __init__(self, cta):
         self.cta = cta
         self.data = np.full((TMEM_LANES, COLUMNS), POISON, U32)
-        self.written = np.zeros((4, COLUMNS), bool)  # by lane quarter
+        self.by_column = self.data.T
+        self.written = np.zeros((HALVES, COLUMNS), bool)
         self.owner = np.zeros(COLUMNS, np.int32)  # base column + 1 of the allocation, 0 = free
         self.relinquished = False
         clocks = cta.clocks
-        self.writer = np.full((4, COLUMNS), -1, np.int16)
-        self.write_epoch = np.zeros((4, COLUMNS), np.int32)
-        self.write_line = np.zeros((4, COLUMNS), np.int32)
-        self.read_epoch = np.zeros((clocks.agents, 4, COLUMNS), np.int32)
-        self.read_line = np.zeros((clocks.agents, 4, COLUMNS), np.int32)
+        self.writer = np.full((HALVES, COLUMNS), -1, np.int16)
+        self.write_epoch = np.zeros((HALVES, COLUMNS), np.int32)
+        self.write_line = np.zeros((HALVES, COLUMNS), np.int32)
+        self.read_epoch = np.zeros((clocks.agents, HALVES, COLUMNS), np.int32)
+        self.read_line = np.zeros((clocks.agents, HALVES, COLUMNS), np.int32)
 
     def find(self, count: int) -> int | None:
         """First column of `count` free ones, aligned to `count`."""
@@ -51,20 +59,21 @@ class TensorMemory:
             return False
         return True
 
-    def access(self, w, agent: int, epoch: int, known, quarters, column: int, count: int, write: bool, line: int):
+    def access(self, w, agent: int, epoch: int, known, halves, column: int, count: int, write: bool, line: int):
         """Checks and records an access; `agent` is the warp's own asynchronous unit."""
         if not w.machine.track:
             return
-        at = quarters, slice(column, column + count)
+        at = halves, slice(column, column + count)
         writer = self.writer[at]
-        own = writer == agent if agent in w.tensor_in_order else np.zeros_like(writer, bool)
+        in_order = agent in w.tensor_in_order
+        own = writer == agent if in_order else np.zeros_like(writer, bool)
         bad = (writer >= 0) & ~own & (known[writer] < self.write_epoch[at])
         name = self.cta.clocks.name
         where = f"tensor memory columns {column} + {count}"
         if bad.any():
             who = int(writer[bad][0])
             w.report(
-                "race",
+                _race(w, agent, who),
                 f"{'overwrites' if write else 'reads'} {where} written by {name(who)} (line "
                 f"{int(self.write_line[at][bad][0])}) without wait, fences and synchronisation between them",
                 line,
@@ -73,12 +82,12 @@ class TensorMemory:
             used = self.cta.clocks.warps + len(self.cta.clocks._names)
             reads = self.read_epoch[(slice(0, used), *at)]
             late = reads > known[:used, None, None]
-            if agent in w.tensor_in_order:
+            if in_order:
                 late[agent] = False
             if late.any():
                 who = int(np.argmax(late.any((1, 2))))
                 w.report(
-                    "race",
+                    _race(w, agent, who),
                     f"overwrites {where} that {name(who)} may still read (line "
                     f"{int(self.read_line[(who, *at)][late[who]][0])})",
                     line,
@@ -98,10 +107,15 @@ def tensor_memory(cta) -> TensorMemory:
     return cta.tensor
 
 
-def _next(w, what: str) -> tuple[int, int]:
-    """(agent, epoch) of the warp's next asynchronous operation of a kind."""
+def _race(w, agent: int, other: int) -> str:
+    """The check that two unordered accesses fail: two MMAs of a warp are in order but for mma_order="isa"."""
+    return "mma_order" if agent in w.tensor_in_order and other in w.tensor_in_order else "race"
+
+
+def _next(w, what: str, pipeline: tuple = ()) -> tuple[int, int]:
+    """(agent, epoch) of the warp's next asynchronous operation of a kind; MMAs of a `pipeline` execute in order."""
     clocks = w.cta.clocks
-    agent = clocks.agent((f"tcgen05.{what} of warp", w.index))
+    agent = clocks.agent((f"tcgen05.{what} of warp", w.index, *pipeline))
     clocks.counter[agent] += 1
     if what == "mma":
         w.tensor_in_order.add(agent)
@@ -125,8 +139,8 @@ def build(program, x: Instruction):
         "alloc": _build_alloc,
         "dealloc": _build_dealloc,
         "relinquish_alloc_permit": lambda program, x: _relinquish,
-        "ld": _build_ld,
-        "st": _build_st,
+        "ld": _build_transfer,
+        "st": _build_transfer,
         "mma": _build_mma,
         "commit": _build_commit,
     }
@@ -213,7 +227,7 @@ def _build_dealloc(program, x: Instruction):
             if not op.done and op.text.startswith("tcgen05"):
                 w.report("race", f"tcgen05.dealloc while {op.text} of warp {op.warp} (line {op.line}) is in flight")
         agent, epoch = _next(w, "dealloc")
-        memory.access(w, agent, epoch, w.cta.clocks.tensor_known[w.index], slice(0, 4), base, n, True, w.line)
+        memory.access(w, agent, epoch, w.cta.clocks.tensor_known[w.index], slice(0, HALVES), base, n, True, w.line)
         memory.owner[base : base + n] = 0
         memory.data[:, base : base + n] = POISON
         memory.written[:, base : base + n] = False
@@ -231,84 +245,113 @@ def _relinquish(w, R, m) -> None:
 # ---- loads and stores (9.7.16.8) -----------------------------------------------------------------
 
 
-def _shape(program, x: Instruction) -> int:
-    """Registers of a 32x32b.xN access: register i of lane l is column i of lane l of the warp's quarter."""
-    if "32x32b" not in x.parts or any("pack__16b" in p for p in x.parts):
-        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled (only 32x32b)")
-    return int(next(p for p in x.parts if p.startswith("x") and p[1:].isdigit())[1:])
+@dataclass(frozen=True)
+class Fragment:
+    """What the registers of a warp's ld or st hold: register i of thread t is [lanes[i, t], columns[i, t]]."""
+
+    registers: int
+    halves: int  # of 16 lanes
+    spans: tuple[tuple[int, int], ...]  # (first column, columns)
+    columns: np.ndarray | None = None  # None: 32x32b, register i of thread t is [t, i]
+    lanes: np.ndarray | None = None
+
+    def at(self, lane: int, column: int) -> tuple:
+        """Index into `TensorMemory.by_column`, for an array [registers, 32]."""
+        if self.columns is None:
+            return slice(column, column + self.registers), slice(lane, lane + LANES)
+        return column + self.columns, lane + self.lanes
 
 
-def _place(w, address: int, count: int, line: int) -> tuple[int, int] | None:
-    """(quarter, column) of an access; warp i of a warpgroup reaches lanes 32i .. 32i+31 (9.7.16.2.3.1)."""
+@lru_cache(maxsize=256)
+def fragment(shape: str, number: int, split: int = 0) -> Fragment:
+    """The figures of 9.7.16.2.3.1, matrix fragments; `split` is the column offset of the second half of 16x32bx2.
+
+    Raises:
+        LayoutError: a shape or .num the ISA does not have.
+    """
+    most = {"32x32b": 128, "16x64b": 128, "16x128b": 64, "16x256b": 32, "16x32bx2": 128}.get(shape, 0)
+    if number < 1 or number > most or number & (number - 1):
+        raise LayoutError(f"tensor memory access {shape}.x{number}")
+    if shape == "32x32b":
+        return Fragment(number, 2, ((0, number),))
+    t = np.arange(LANES)
+    if shape == "16x32bx2":
+        columns = np.arange(number)[:, None] + t // 16 * split
+        return Fragment(number, 1, ((0, number), (split, number)), columns, 0 * columns + t % 16)
+    wide = int(shape[3:-1]) // 32  # columns of one repetition
+    count = number * wide // 2
+    i = np.arange(count)[:, None]
+    if shape == "16x64b":
+        columns, lanes = 2 * i + t // 2 % 2, t // 4 + 8 * (t % 2) + 0 * i
+    elif shape == "16x128b":
+        columns, lanes = 4 * (i // 2) + t % 4, t // 4 + 8 * (i % 2)
+    else:
+        columns, lanes = 8 * (i // 4) + 2 * (t % 4) + i % 2, t // 4 + 8 * (i // 2 % 2)
+    return Fragment(count, 1, ((0, number * wide),), columns, lanes)
+
+
+def _place(w, address: int, part: Fragment, line: int) -> tuple[int, int] | None:
+    """(lane, column) of an access: warp i of a warpgroup reaches lanes 32i .. 32i+31 (9.7.16.8.1)."""
     lane, column = address >> 16, address & 0xFFFF
-    quarter = w.index % 4
-    if lane != 32 * quarter:
-        w.report(
-            "illegal", f"warp {w.index} accesses tensor memory lane {lane}, its quarter starts at {32 * quarter}", line
-        )
+    first = 32 * (w.index % 4)
+    if lane not in range(first, first + 32, HALF * part.halves):
+        w.report("illegal", f"warp {w.index} accesses tensor memory lane {lane}, its quarter starts at {first}", line)
         return None
-    return (quarter, column) if tensor_memory(w.cta).check_allocated(w, column, count, line) else None
+    memory = tensor_memory(w.cta)
+    allocated = all(memory.check_allocated(w, column + begin, count, line) for begin, count in part.spans)
+    return (lane, column) if allocated else None
 
 
-def _build_ld(program, x: Instruction):
-    count = _shape(program, x)
-    registers = x.operands[0].items if isinstance(x.operands[0], Vector) else (x.operands[0],)
-    if len(registers) != count:
-        raise PtxError(f"{program.name}, line {x.line}: {len(registers)} registers for x{count}")
-    address = reader(program, x.operands[1].base, 4)
-    offset = x.operands[1].offset
+def _build_transfer(program, x: Instruction):
+    """tcgen05.ld and tcgen05.st."""
+    kind, operands = x.parts[1], list(x.operands)
+    shape = next((p for p in x.parts if p.startswith(("16x", "32x"))), "")
+    number = next((int(p[1:]) for p in x.parts if p.startswith("x") and p[1:].isdigit()), 0)
+    split = operands.pop(2 if kind == "ld" else 1).value if shape == "16x32bx2" else 0
+    vector, place_operand = operands if kind == "ld" else reversed(operands)
+    items = vector.items if isinstance(vector, Vector) else (vector,)
+    try:
+        part = fragment(shape, number, split)
+    except LayoutError as error:
+        raise PtxError(f"{program.name}, line {x.line}: {error}") from error
+    if any(p.startswith(("pack", "unpack")) for p in x.parts) or len(operands) != 2:
+        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+    if len(items) != part.registers:
+        raise PtxError(f"{program.name}, line {x.line}: {len(items)} registers, {part.registers} for {shape}.x{number}")
+    address, offset = reader(program, place_operand.base, 4), place_operand.offset
+    sources = [reader(program, v, 4) for v in items] if kind == "st" else None
 
-    def ld(w, R, m):
-        place = _place(w, int(address(w, R)[0]) + offset, count, x.line)
+    def transfer(w, R, m):
+        place = _place(w, int(address(w, R)[0]) + offset, part, x.line)
         if place is None:
             return
-        quarter, column = place
+        lane, column = place
         memory = tensor_memory(w.cta)
-        agent, epoch = _next(w, "ld")
-        known = w.cta.clocks.tensor_known[w.index]
-        memory.access(w, agent, epoch, known, slice(quarter, quarter + 1), column, count, False, x.line)
-        block = np.full((count, LANES), POISON, U32)
-        for i, register in enumerate(registers):
-            if not isinstance(register, Sink):
-                R[register.index] = block[i]
+        agent, epoch = _next(w, kind)
+        known, half = w.cta.clocks.tensor_known[w.index], lane // HALF
+        for begin, count in part.spans:
+            halves = slice(half, half + part.halves)
+            memory.access(w, agent, epoch, known, halves, column + begin, count, kind == "st", x.line)
+        at = part.at(lane, column)
+        if kind == "st":
+            values = np.stack([s(w, R) for s in sources])
 
-        def act():
-            block[:] = memory.data[32 * quarter : 32 * quarter + 32, column : column + count].T
+            def act():
+                memory.by_column[at] = values
+        else:
+            block = np.full((part.registers, LANES), POISON, U32)
+            for i, register in enumerate(items):
+                if not isinstance(register, Sink):
+                    R[register.index] = block[i]
 
-        op = _issue(w, ("tcgen05.ld", w.cta.index, w.index), "tcgen05.ld", x.line, act)
+            def act():
+                block[:] = memory.by_column[at]
+
+        op = _issue(w, (f"tcgen05.{kind}", w.cta.index, w.index), f"tcgen05.{kind}", x.line, act)
         op.agent, op.epoch = agent, epoch
-        w.tensor_ops["ld"].append(op)
+        w.tensor_ops[kind].append(op)
 
-    return ld
-
-
-def _build_st(program, x: Instruction):
-    count = _shape(program, x)
-    address, offset = reader(program, x.operands[0].base, 4), x.operands[0].offset
-    items = x.operands[1].items if isinstance(x.operands[1], Vector) else (x.operands[1],)
-    sources = [reader(program, v, 4) for v in items]
-    if len(sources) != count:
-        raise PtxError(f"{program.name}, line {x.line}: {len(sources)} registers for x{count}")
-
-    def st(w, R, m):
-        place = _place(w, int(address(w, R)[0]) + offset, count, x.line)
-        if place is None:
-            return
-        quarter, column = place
-        memory = tensor_memory(w.cta)
-        agent, epoch = _next(w, "st")
-        known = w.cta.clocks.tensor_known[w.index]
-        memory.access(w, agent, epoch, known, slice(quarter, quarter + 1), column, count, True, x.line)
-        values = np.stack([s(w, R) for s in sources])
-
-        def act():
-            memory.data[32 * quarter : 32 * quarter + 32, column : column + count] = values.T
-
-        op = _issue(w, ("tcgen05.st", w.cta.index, w.index), "tcgen05.st", x.line, act)
-        op.agent, op.epoch = agent, epoch
-        w.tensor_ops["st"].append(op)
-
-    return st
+    return transfer
 
 
 def _waited(w, kind: str) -> None:
@@ -322,7 +365,7 @@ def _waited(w, kind: str) -> None:
 
 
 def decode_instruction(descriptor: int) -> tuple[int, int, str, str, bool, bool, bool]:
-    """(M, N, A kind, B kind, A transposed, B transposed, negated) of a kind::f16 descriptor (9.7.16.4.2, table).
+    """(M, N, A kind, B kind, A transposed, B transposed, negated) of a kind::f16 descriptor (9.7.16.4.2).
 
     Raises:
         LayoutError: reserved bits, sparsity, an F16 accumulator or an illegal shape.
@@ -336,10 +379,11 @@ def decode_instruction(descriptor: int) -> tuple[int, int, str, str, bool, bool,
     if a not in kinds or b not in kinds:
         raise LayoutError(f"instruction descriptor {descriptor:#x}: operand formats {a} and {b}")
     n, m = (descriptor >> 17 & 0x3F) << 3, (descriptor >> 24 & 0x1F) << 4
-    if m != 128:
-        raise LayoutError(f"instruction descriptor {descriptor:#x}: M = {m}; only 128 is modelled")
-    if n % 16 or not 16 <= n <= 256:
-        raise LayoutError(f"instruction descriptor {descriptor:#x}: N = {n} is not a multiple of 16 up to 256")
+    if m not in (64, 128):
+        raise LayoutError(f"instruction descriptor {descriptor:#x}: M = {m}, expected 64 or 128")
+    step = m // 8
+    if n % step or not step <= n <= 256:
+        raise LayoutError(f"instruction descriptor {descriptor:#x}: N = {n} is not a multiple of {step} up to 256")
     negated = bool(descriptor >> 13 & 1) != bool(descriptor >> 14 & 1)
     return m, n, kinds[a], kinds[b], bool(descriptor >> 15 & 1), bool(descriptor >> 16 & 1), negated
 
@@ -396,22 +440,28 @@ def _build_mma(program, x: Instruction):
             w.report("descriptor", str(error), x.line)
             return
         d = (int(d_address(w, R)[lane]) + d_offset) & 0xFFFFFFFF
-        column = d & 0xFFFF
-        if d >> 16:
-            w.report("illegal", f"tcgen05.mma accumulator at lane {d >> 16}, expected 0", x.line)
+        first, column = d >> 16, d & 0xFFFF
+        if first not in ((0,) if rows == 128 else (0, HALF)):
+            w.report("illegal", f"tcgen05.mma with M = {rows}: accumulator at lane {first}", x.line)
+            return
         if not memory.check_allocated(w, column, n, x.line):
             return
+        # M = 64 takes half of every quarter's lanes (9.7.16.10.5, layouts D and F).
+        halves = slice(0, HALVES) if rows == 128 else slice(first // HALF, HALVES, 2)
         adds = bool(accumulate(w, R)[lane])
-        agent, epoch = _next(w, "mma")
+        agent, epoch = _next(w, "mma", (rows, n, d) if w.machine.mma_order == "isa" else ())
         known = clocks.tensor_known[w.index]
         if a_tensor:
-            a_column = (int(a_source(w, R)[lane]) + a_offset) & 0xFFFF
+            a_place = (int(a_source(w, R)[lane]) + a_offset) & 0xFFFFFFFF
+            a_column = a_place & 0xFFFF
+            if a_place >> 16 != first:
+                w.report("illegal", f"tcgen05.mma: A at lane {a_place >> 16}, the accumulator at lane {first}", x.line)
             if not memory.check_allocated(w, a_column, 8, x.line):
                 return
-            memory.access(w, agent, epoch, known, slice(0, 4), a_column, 8, False, x.line)
+            memory.access(w, agent, epoch, known, halves, a_column, 8, False, x.line)
         if adds:
-            memory.access(w, agent, epoch, known, slice(0, 4), column, n, False, x.line)
-        memory.access(w, agent, epoch, known, slice(0, 4), column, n, True, x.line)
+            memory.access(w, agent, epoch, known, halves, column, n, False, x.line)
+        memory.access(w, agent, epoch, known, halves, column, n, True, x.line)
         if w.machine.track:
             snapshot = clocks.now[w.index], clocks.proxy[w.index]
             found = clocks.async_read(snapshot, w.index, agent, epoch, granules, x.line)
@@ -421,6 +471,7 @@ def _build_mma(program, x: Instruction):
         if disabled is not None:
             words = np.array([int(v(w, R)[lane]) for v in disabled], U32)
             off = np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool)
+            off = off.reshape(HALVES, HALF)[halves].reshape(rows, 1)
         wide = {"bf16": formats.bf16_to_f32, "f16": formats.f16_to_f32}
 
         def act():
@@ -429,29 +480,33 @@ def _build_mma(program, x: Instruction):
             if not (shared.shadows[4][granules] == 0x01010101).all():
                 w.report("uninitialised", "tcgen05.mma reads never-written shared memory", x.line)
             b = wide[kind_b](view[b_offsets].ravel()).reshape(b_offsets.shape)
+            lanes = memory.data if rows == 128 else memory.data.reshape(HALVES, HALF, COLUMNS)[halves]
             if a_tensor:
-                packed = np.ascontiguousarray(memory.data[:, a_column : a_column + 8]).view(U16)
-                a = wide[kind_a](packed.ravel()).reshape(128, 16)
+                packed = np.ascontiguousarray(lanes[..., a_column : a_column + 8]).view(U16)
+                a = wide[kind_a](packed.ravel()).reshape(rows, 16)
             else:
                 a = wide[kind_a](view[a_offsets].ravel()).reshape(a_offsets.shape)
             product = a.astype(np.float64) @ b.astype(np.float64).T
-            target = memory.data[:, column : column + n]
+            target = lanes[..., column : column + n]
             if negated:
                 product = -product
             if adds:
-                product += np.ascontiguousarray(target).view(F32)
+                product += np.ascontiguousarray(target).view(F32).reshape(rows, n)
             result = product.astype(F32).view(U32)
-            target[:] = result if off is None else np.where(off[:, None], target, result)
+            if off is not None:
+                result = np.where(off, np.ascontiguousarray(target).reshape(rows, n), result)
+            target[:] = result.reshape(target.shape)
 
-        op = _issue(w, ("tcgen05.mma", w.cta.index, w.index), "tcgen05.mma", x.line, act)
+        op = _issue(w, ("tcgen05.mma", w.cta.index, w.index, agent), "tcgen05.mma", x.line, act)
         op.agent, op.epoch = agent, epoch
-        w.tensor_last = agent, epoch, known.copy()
+        op.known = known.copy()
+        w.tensor_last[agent] = op
 
     return mma
 
 
 def _build_commit(program, x: Instruction):
-    """Arrives when the thread's earlier MMAs have completed; implies fence::before_thread_sync (9.7.16.11)."""
+    """Arrives when the thread's earlier MMAs have completed; implies fence::before_thread_sync (9.7.16.12.1)."""
     where = _shared_address(program, x.operands[0], ["", "shared"])
 
     def commit(w, R, m):
@@ -466,13 +521,15 @@ def _build_commit(program, x: Instruction):
             )
         clocks = w.cta.clocks
         token = [v.copy() for v in clocks.token(w.index)]
-        if w.tensor_last is not None:
-            agent, epoch, known = w.tensor_last
-            np.maximum(token[2], known, out=token[2])  # what the MMA was ordered after came before it
+        earlier = list(w.tensor_last.values())
+        for op in earlier:
+            np.maximum(token[2], op.known, out=token[2])  # what the MMA was ordered after came before it
             for part in (token[0], token[2]):
-                part[agent] = max(part[agent], epoch)
+                part[op.agent] = max(part[op.agent], op.epoch)
 
         def act():
+            for op in earlier:
+                w.machine.engine.finish(("tcgen05.mma", w.cta.index, w.index, op.agent), op)
             if barrier.pending < 1:
                 w.report("barrier", f"tcgen05.commit arrives at mbarrier {address:#x}, complete already", x.line)
             barrier.join(token)
@@ -480,6 +537,6 @@ def _build_commit(program, x: Instruction):
             barrier.settle()
             w.machine.progress += 1
 
-        _issue(w, ("tcgen05.mma", w.cta.index, w.index), "tcgen05.commit", x.line, act)
+        _issue(w, ("tcgen05.commit", w.cta.index, w.index), "tcgen05.commit", x.line, act)
 
     return commit

@@ -8,12 +8,12 @@
 namespace msa::sm100 {
 
 // | role    | warps | registers | work                                                  |
-// | load    | 0     | 72        | one thread: TMA of K, V a segment, of Q, dO a task    |
-// | mma     | 1     | 72        | one thread: every tcgen05.mma                         |
-// | scalar  | 2     | 72        | row statistics and last visible keys of a task        |
-// | idle    | 3     | 72        |                                                       |
-// | reduce  | 4-7   | 152       | dQ a task, dK and dV a segment: tensor memory -> pool |
-// | compute | 8-15  | 144       | S -> P, dP -> dS; two warpgroups share the rows       |
+// | load    | 0     | 80        | one thread: TMA of K, V a segment, of Q, dO a task    |
+// | mma     | 1     | 80        | one thread: every tcgen05.mma                         |
+// | scalar  | 2     | 80        | row statistics and last visible keys of a task        |
+// | idle    | 3     | 80        |                                                       |
+// | reduce  | 4-7   | 160       | dQ a task, dK and dV a segment: tensor memory -> pool |
+// | compute | 8-15  | 136       | S -> P, dP -> dS; two warpgroups share the rows       |
 enum class WarpRole { kLoad, kMma, kScalar, kIdle, kReduce, kCompute };
 
 MSA_HOST_DEVICE constexpr WarpRole warp_role(int warp) {
@@ -26,9 +26,9 @@ constexpr int kFirstComputeWarp = 8;
 constexpr int kNumComputeGroups = 2;  // warpgroups
 constexpr int kNumComputeWarps = 4 * kNumComputeGroups;
 constexpr int kNumReduceWarps = 4;
-constexpr int kIssueRegisters = 72;  // load, mma, scalar, idle
-constexpr int kReduceRegisters = 152;
-constexpr int kComputeRegisters = 144;
+constexpr int kIssueRegisters = 80;  // load, mma, scalar, idle
+constexpr int kReduceRegisters = 160;
+constexpr int kComputeRegisters = 136;
 static_assert(kIssueRegisters + kReduceRegisters + kNumComputeGroups * kComputeRegisters <= 512,
               "the register file holds 512 registers for each thread index of a warpgroup");
 
@@ -108,9 +108,7 @@ struct alignas(1024) SharedStorage {
   uint64_t bar_dq_full;
   uint64_t bar_dq_empty;
   uint64_t bar_dv_full;
-  uint64_t bar_dv_empty;
   uint64_t bar_dk_full;
-  uint64_t bar_dk_empty;
   uint32_t tmem_base;
 };
 static_assert(sizeof(SharedStorage) <= 232448, "shared memory of a CTA on sm_100");

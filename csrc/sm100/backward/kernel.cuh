@@ -19,8 +19,7 @@
 // | ds_full    | 1      | compute -> mma             | 8 warps for each half of the rows          |
 // | dq_full    | 1      | mma -> reduce              | commit                                     |
 // | dq_empty   | 1      | reduce -> mma              | 4 warps                                    |
-// | dv/dk_full | 1      | mma -> reduce              | commit, a segment                          |
-// | dv/dk_empty| 1      | reduce -> mma              | 4 warps, a segment                         |
+// | dv/dk_full | 1      | mma -> reduce              | commit, a segment; no empty barrier        |
 //
 // The tensor core's queue inside a segment, and what runs beside it:
 //
@@ -36,9 +35,10 @@
 // core executes MMAs of different accumulators: P(n) is consumed (p_empty) before S(n+1) is issued,
 // dS(n) (rows_empty) before dQ(n), which takes its columns.
 //
-// Shared memory that needs no barrier of its own: dS(n) is stored after dp_full(n), whose commit
-// covers dQ(n-1), the last reader of dS(n-1). Row statistics are last read before ds_full(n), which
-// mma awaits before it commits rows_empty(n).
+// What needs no barrier of its own: reduce drains a segment's dV and dK before its last dQ, whose
+// dq_empty mma awaits before the next segment's first dP. dS(n) is stored to shared memory after
+// dp_full(n), whose commit covers dQ(n-1), the last reader of dS(n-1). Row statistics are last read
+// before ds_full(n), which mma awaits before it commits rows_empty(n).
 #pragma once
 
 #include "device/ptx_sm100.cuh"
@@ -55,6 +55,12 @@ struct KernelParams {
   MainParams main;
 };
 
+// The tasks of this CTA. Every role asks again: kept in registers over the roles' branches, the
+// answer spills.
+__device__ __forceinline__ TaskInterval cta_tasks(const MainParams& main) {
+  return cta_interval(main.descriptor->walk, blockIdx.x);
+}
+
 // Walks a CTA's tasks, the header of the next one always read ahead.
 struct TaskWalk {
   const TaskHeader* headers;
@@ -65,8 +71,10 @@ struct TaskWalk {
   TaskHeader header;
   TaskHeader next_header;
 
-  __device__ TaskWalk(const MainParams& main, TaskInterval tasks)
-      : headers(main.task_headers), task(tasks.begin), end(tasks.end) {
+  __device__ explicit TaskWalk(const MainParams& main) : headers(main.task_headers) {
+    const TaskInterval tasks = cta_tasks(main);
+    task = tasks.begin;
+    end = tasks.end;
     header = load_header(headers + task);
     read_ahead();
   }
@@ -205,7 +213,6 @@ struct Mma {
         mbarrier_wait(&shared.bar_rows_full[stage], walk.stage_phase());
         issue_s(q);
         issue_dp(grad_out, walk.phase());
-        mbarrier_wait_tmem(&shared.bar_dv_empty, segment_phase ^ 1);
       }
 
       issue_half<kTmemDv, kTmemS>(0, shared.bar_p_full, walk.phase(), grad_out, first);
@@ -215,7 +222,6 @@ struct Mma {
       if (!first) issue_dp(grad_out, walk.phase());
       if (!last) issue_next_s(walk.num_done + 1);
 
-      if (first) mbarrier_wait_tmem(&shared.bar_dk_empty, segment_phase ^ 1);
       issue_half<kTmemDk, kTmemDp>(0, shared.bar_ds_full, walk.phase(), q, first);
       issue_half<kTmemDk, kTmemDp>(1, shared.bar_ds_full, walk.phase(), q, first);
       mma_commit(&shared.bar_rows_empty[stage]);
@@ -304,7 +310,8 @@ struct Compute {
   const int key;             // of the block
   const uint32_t tmem_lane;  // the warp's quarter of tensor memory
 
-  __device__ __forceinline__ void run(uint32_t num_tasks) const {
+  __device__ __forceinline__ void run(TaskInterval tasks) const {
+    const uint32_t num_tasks = tasks.end - tasks.begin;
     for (uint32_t n = 0; n < num_tasks; ++n) {
       const RowStats& stats = shared.stats[n % kNumStages];
       uint32_t loaded[kNumHalves][kChunkRows];
@@ -443,25 +450,18 @@ struct Reduce {
       if (walk.segment_end()) {
         const int64_t block_head =
             int64_t{walk.header.workspace_block} * main.num_kv_heads + walk.header.index_head;
-        flush(main.dv_pool, block_head, kTmemDv, &shared.bar_dv_full, &shared.bar_dv_empty,
-              segment_phase);
-        flush(main.dk_pool, block_head, kTmemDk, &shared.bar_dk_full, &shared.bar_dk_empty,
-              segment_phase);
+        flush(main.dv_pool, block_head, kTmemDv, &shared.bar_dv_full, segment_phase);
+        flush(main.dk_pool, block_head, kTmemDk, &shared.bar_dk_full, segment_phase);
         segment_phase ^= 1;
       }
       mbarrier_wait_tmem(&shared.bar_dq_full, walk.phase());
       uint32_t dq[kWords];
       drain_dq(dq);
-      hand_back(&shared.bar_dq_empty);
+      tmem_fence_before_arrive();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.bar_dq_empty);
       add_dq(dq, tokens, walk.header.index_head);
     }
-  }
-
-  // The columns the warp has loaded may be overwritten.
-  __device__ __forceinline__ void hand_back(uint64_t* bar) const {
-    tmem_fence_before_arrive();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(bar);
   }
 
   // 128 rows of a d, in the pool's type.
@@ -514,21 +514,19 @@ struct Reduce {
 
   // Adds dK or dV of 128 keys to the pool (PoolLayout::kTmem), four d at a time.
   __device__ __forceinline__ void flush(float* pool, int64_t block_head, uint32_t column,
-                                        uint64_t* bar_full, uint64_t* bar_empty,
-                                        uint32_t phase) const {
+                                        uint64_t* bar_full, uint32_t phase) const {
     mbarrier_wait_tmem(bar_full, phase);
-    uint32_t loaded[kHeadDim / 32][32];
-    float x[kHeadDim / 32][32];
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 32; ++i) tmem_load(loaded[i], tmem_lane + column + 32 * i);
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 32; ++i) tmem_wait_load(loaded[i], x[i]);
-    hand_back(bar_empty);
     float* target = pool + block_head * (kBlockKeys * kHeadDim) + lane * 4;
 #pragma unroll
-    for (int d = 0; d < kHeadDim; d += 4) {
-      const float* y = &x[d / 32][d % 32];
-      red_add_v4(target + d * kBlockKeys, y[0], y[1], y[2], y[3]);
+    for (int i = 0; i < kHeadDim; i += 32) {
+      uint32_t loaded[32];
+      float x[32];
+      tmem_load(loaded, tmem_lane + column + i);
+      tmem_wait_load(loaded, x);
+#pragma unroll
+      for (int d = 0; d < 32; d += 4) {
+        red_add_v4(target + (i + d) * kBlockKeys, x[d], x[d + 1], x[d + 2], x[d + 3]);
+      }
     }
   }
 };
@@ -552,9 +550,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared) {
                         &shared.bar_dv_full, &shared.bar_dk_full}) {
     mbarrier_init(bar, 1);
   }
-  for (uint64_t* bar : {&shared.bar_dq_empty, &shared.bar_dv_empty, &shared.bar_dk_empty}) {
-    mbarrier_init(bar, kNumReduceWarps);
-  }
+  mbarrier_init(&shared.bar_dq_empty, kNumReduceWarps);
   fence_mbarrier_init();
 }
 
@@ -564,7 +560,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  const TaskInterval tasks = cta_interval(params.main.descriptor->walk, blockIdx.x);
+  const TaskInterval tasks = cta_tasks(params.main);
   if (tasks.begin == tasks.end) return;
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform for the compiler too
@@ -573,12 +569,9 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   if (role == WarpRole::kMma) {
     if (cute::elect_one_sync()) init_barriers(shared);
     __syncwarp();
-    allocator.allocate(kTmemColumns, &shared.tmem_base);
-    allocator.release_allocation_lock();
-    tmem_fence_before_arrive();
+    allocator.allocate(kTmemColumns, &shared.tmem_base);  // the SM has no other CTA to wait for it
   }
   __syncthreads();
-  tmem_fence_after_wait();
   const uint32_t tmem = shared.tmem_base;
   const uint32_t tmem_lane = tmem + (warp % 4 * 32 << 16);
   const int lane = threadIdx.x % 128;
@@ -587,19 +580,19 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     warpgroup_acquire_registers<kComputeRegisters>();
     const int group = (warp - kFirstComputeWarp) / 4;
     Compute<kGroup>{shared, params.main.scale_log2, group, lane, tmem_lane}.run(
-        static_cast<uint32_t>(tasks.end - tasks.begin));
+        cta_tasks(params.main));
   } else if (role >= WarpRole::kReduce) {
     warpgroup_acquire_registers<kReduceRegisters>();
     Reduce<kGroup, kDqAccum>{params.main, shared, lane, tmem_lane, l2_evict_last_policy()}.run(
-        {params.main, tasks});
+        TaskWalk(params.main));
   } else {
     warpgroup_release_registers<kIssueRegisters>();
     if (role == WarpRole::kLoad) {
-      if (cute::elect_one_sync()) load<kGroup>(params, shared, {params.main, tasks});
+      if (cute::elect_one_sync()) load<kGroup>(params, shared, TaskWalk(params.main));
     } else if (role == WarpRole::kMma) {
-      if (cute::elect_one_sync()) Mma{shared, tmem}.run({params.main, tasks});
+      if (cute::elect_one_sync()) Mma{shared, tmem}.run(TaskWalk(params.main));
     } else if (role == WarpRole::kScalar) {
-      load_stats<kGroup>(params.main, shared, {params.main, tasks});
+      load_stats<kGroup>(params.main, shared, TaskWalk(params.main));
     }
     __syncwarp();
   }
@@ -608,7 +601,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   tmem_fence_before_arrive();
   __syncthreads();
   tmem_fence_after_wait();
-  if (role == WarpRole::kMma) allocator.free(tmem, kTmemColumns);
+  if (warp_role(threadIdx.x / 32) == WarpRole::kMma) allocator.free(tmem, kTmemColumns);
 }
 
 }  // namespace msa::sm100

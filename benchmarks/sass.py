@@ -157,8 +157,7 @@ class Graph:
         """
         counts = {x: tuple(sum(i.count(opcode) for i in self.blocks[x]) for opcode in work) for x in body}
         goal = tuple(work.values())
-        zero = (0,) * len(goal)
-        queue: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = [(0, header, zero, ())]
+        queue: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = [(0, header, (0,) * len(goal), ())]
         seen = set()
         while queue:
             slots, block, done, path = heapq.heappop(queue)

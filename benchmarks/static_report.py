@@ -60,15 +60,14 @@ class Kernel:
 
 def sm90(slots: int, dq_bytes: int) -> Kernel:
     """`slots`: queries of a tile; `dq_bytes`: of a dQ element. An iteration of compute is half a tile."""
-    step_slots = slots // 2
     return Kernel(
         roles={
             # Each lane's copies are issued one by one; STS: what a step is about.
             "load": Role(range(0, 1), {r"UTMALDG\.5D": 2 * slots, "UBLKCP": 2 * slots, "STS": 8}, {r"UTMALDG\.4D": 2}),
-            # S, dP, dQ by K = 16, dV and dK too but over 64 rows; every fourth warp's slots are its own.
+            # S, dP, dQ: K = 128 by 16; dV, dK: K = 64. UBLKRED: of the slots in the warp's 16 rows; DEPBAR: staging free.
             "compute": Role(
                 range(4, 12),
-                {"HGMMA": 3 * 8 + 2 * 4, "UBLKRED": step_slots // 4, "DEPBAR": 1},
+                {"HGMMA": 3 * 8 + 2 * 4, "UBLKRED": slots // 2 // 4, "DEPBAR": 1},
                 {FLUSH: 32},
                 iterations=2,
             ),
@@ -94,8 +93,9 @@ def sm100(slots: int, dq_bytes: int) -> Kernel:
     return Kernel(
         roles={
             "load": Role(range(0, 1), {r"UTMALDG\.5D": 2 * slots}, {r"UTMALDG\.4D": 2}),
-            # Five GEMMs by K = 16, a commit each.
-            "mma": Role(range(1, 2), {r"UTC\w*MMA": 5 * 8, "UTCBAR": 5}),
+            # Five GEMMs by K = 16, a commit each; waits: two halves of P and of dS, dQ and dS read, next rows, P read.
+            # The waits tell it from iterations that begin or end a segment, with as many MMAs.
+            "mma": Role(range(1, 2), {r"UTC\w*MMA": 5 * 8, "UTCBAR": 5, r"SYNCS\.PHASECHK": 8}),
             "scalar": Role(range(2, 3), {r"STS\.128": 2}),
             "reduce": Role(
                 range(4, 8),

@@ -64,7 +64,7 @@ def sm90(slots: int, dq_bytes: int) -> Kernel:
         roles={
             # Each lane's copies are issued one by one; STS: what a step is about.
             "load": Role(range(0, 1), {r"UTMALDG\.5D": 2 * slots, "UBLKCP": 2 * slots, "STS": 8}, {r"UTMALDG\.4D": 2}),
-            # S, dP, dQ: K = 128 by 16; dV, dK: K = 64. UBLKRED: of the slots in the warp's 16 rows; DEPBAR: staging free.
+            # S, dP, dQ: K = 128 by 16; dV, dK: K = 64. UBLKRED: the slots of the warp's 16 rows; DEPBAR: to stage.
             "compute": Role(
                 range(4, 12),
                 {"HGMMA": 3 * 8 + 2 * 4, "UBLKRED": slots // 2 // 4, "DEPBAR": 1},

@@ -32,7 +32,8 @@ $(READY): pyproject.toml
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet "$(TORCH)"
 	$(PY) -m pip install --quiet "setuptools>=77" "pybind11>=2.13" ninja "cmake>=3.24" tqdm safetensors numpy
 	$(PY) -m pip install --quiet "nvidia-cuda-runtime>=13.0,<14"
-	$(PY) -m pip install --quiet "pytest>=8" "hypothesis>=6.100" "ruff==0.17.6" "clang-format==23.1.5" "zstandard>=0.22"
+	$(PY) -m pip install --quiet "pytest>=8" "hypothesis>=6.100" "ruff==0.17.6" "clang-format==23.1.5" "zstandard>=0.22" \
+	  "nvidia-cuda-cuobjdump>=13,<14" "nvidia-cuda-nvdisasm>=13,<14"
 	touch $@
 
 $(TOOLKIT)/ASSEMBLED: $(READY)

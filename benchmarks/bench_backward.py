@@ -1,21 +1,24 @@
 """Times the backward and its stages on a GPU, against the matmul and copy rates of the same run.
 
     PYTHONPATH=.:tests python benchmarks/bench_backward.py [--cases T8192,pack16384] [--json FILE] [--peers sdpa,flex]
+    ... bench_backward.py --stage main --cases T8192,T16384   # one stage alone, warm and with a cold L2
 
 Every time is the median of CUDA-event timings, before each of which other data has been read into the L2. Useful FLOP
 = 1280 * Hq * E, with E the visible (query, key) pairs of one query head. `ratio` is useful FLOP/s over the best bf16
 8192^3 matmul measured before and after; on an H200 a run whose matmul is below 740 TFLOP/s is void. Stages are timed
-alone; in the total the task build runs beside delta and clear. `outside main` is 1 - main / total.
+alone; in the total delta and clear are one launch and the task build runs beside it. `outside main` is
+1 - main / total.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -24,6 +27,7 @@ from msa_ext import _cuda_backward, _runtime, reference, support
 from msa_ext.backward import Arguments, run_backward
 from msa_ext.schedule import build_schedule
 
+PEERS = ("sdpa", "flex")
 STAGES = ("delta", "clear", "task_build", "main", "postprocess")
 H200_MATMUL_FLOOR = 740.0
 FLOP_PER_PAIR = 1280  # 5 GEMMs of 128, a multiply and an add each
@@ -50,6 +54,19 @@ class Timer:
         times = sorted(begin.elapsed_time(end) for begin, end in events)
         low, high = times[len(times) // 10], times[-1 - len(times) // 10]
         return statistics.median(times), (high - low) / 2
+
+
+def warm_ms(work: Callable[[], object], repeats: int) -> float:
+    """Mean milliseconds of `repeats` runs back to back."""
+    for _ in range(3):
+        work()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
 
 
 def matmul_tflops() -> float:
@@ -112,12 +129,53 @@ def stage_bytes(data: cases.CaseData, accum: str) -> dict[str, int]:
     }
 
 
-def bench_case(case: cases.Case, timer: Timer, backend: str, accum: str, matmul: float, copy: float) -> dict:
-    data = cases.make(
+def make_data(case: cases.Case) -> cases.CaseData:
+    return cases.make(
         case,
         device="cuda",
         forward=lambda q, k, v, s, scale: reference.forward(q, k, v, s, softmax_scale=scale),
     )
+
+
+@contextlib.contextmanager
+def prepared_stages(arguments: Arguments, backend: str, accum: str) -> Iterator[Callable[[str], None]]:
+    """A function that runs one stage on the one workspace, which a whole call has filled."""
+    kept, original = [], _runtime.workspace
+
+    def keep(total_bytes, sections, device):
+        if not kept:
+            kept.append(original(total_bytes, sections, device))
+        return kept[0]
+
+    _runtime.workspace = keep
+    try:
+        _cuda_backward.launch(arguments, backend, accum)
+        yield lambda stage: _cuda_backward.launch(arguments, backend, accum, stages=1 << STAGES.index(stage))
+    finally:
+        _runtime.workspace = original
+
+
+def bench_stage(case: cases.Case, stage: str, timer: Timer, backend: str, accum: str) -> dict:
+    """One stage alone: back to back, and with a cold L2 before each run."""
+    data = make_data(case)
+    outputs = [torch.empty_like(x) for x in (data.q, data.k_aligned, data.v_aligned)]
+    with prepared_stages(Arguments(*data.arguments(), data.softmax_scale, *outputs), backend, accum) as run_stage:
+        warm = warm_ms(lambda: run_stage(stage), timer.repeats)
+        cold, spread = timer(lambda: run_stage(stage))
+    return {
+        "case": case.name,
+        "backend": backend,
+        "dq_accum": accum,
+        "stage": stage,
+        "warm_ms": warm,
+        "cold_ms": cold,
+        "spread_ms": spread,
+        "useful_tflop": FLOP_PER_PAIR * case.group * visible_pairs(data) * 1e-12,
+    }
+
+
+def bench_case(case: cases.Case, timer: Timer, backend: str, accum: str, matmul: float, copy: float) -> dict:
+    data = make_data(case)
     schedule = data.schedule
     pairs = visible_pairs(data)
     outputs = [torch.empty_like(data.q), torch.empty_like(data.k_aligned), torch.empty_like(data.v_aligned)]
@@ -134,31 +192,16 @@ def bench_case(case: cases.Case, timer: Timer, backend: str, accum: str, matmul:
     peak = torch.cuda.max_memory_allocated() - base
     host_us = host_microseconds(lambda: run_backward(*data.arguments(), backend=backend, dq_accum=accum))
 
-    # Stages alone, on one workspace that a whole call has filled.
-    kept, original = {}, _runtime.workspace
-
-    def keep(total_bytes, sections, device):
-        if "tensor" not in kept:
-            kept["tensor"] = original(total_bytes, sections, device)
-        return kept["tensor"]
-
-    arguments = Arguments(*data.arguments(), data.softmax_scale, *outputs)
-    _runtime.workspace = keep
-    try:
-        _cuda_backward.launch(arguments, backend, accum)
-        stages = {
-            name: timer(lambda bit=1 << i: _cuda_backward.launch(arguments, backend, accum, stages=bit))[0]
-            for i, name in enumerate(STAGES)
-        }
-    finally:
-        _runtime.workspace = original
+    with prepared_stages(Arguments(*data.arguments(), data.softmax_scale, *outputs), backend, accum) as run_stage:
+        stages = {name: timer(lambda name=name: run_stage(name))[0] for name in STAGES}
     items = schedule.scheduler_metadata[: int(schedule.work_count), 3].long()
     flop = FLOP_PER_PAIR * case.group * pairs
     tflops = flop / total * 1e-9
     moved = stage_bytes(data, accum)
     rates = {name: size / stages[name] * 1e-6 for name, size in moved.items()}
-    pools_ms = stages["clear"] + stages["postprocess"]
-    rates["clear+postprocess"] = (moved["clear"] + moved["postprocess"]) / pools_ms * 1e-6
+    rates["clear+postprocess"] = (
+        (moved["clear"] + moved["postprocess"]) / (stages["clear"] + stages["postprocess"]) * 1e-6
+    )
     return {
         "case": case.name,
         "backend": backend,
@@ -201,18 +244,18 @@ def backward_ms(timer: Timer, out: torch.Tensor, inputs: list[torch.Tensor]) -> 
     return timer(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))[0]
 
 
-def attention_inputs(length: int, num_heads: int, num_kv_heads: int) -> list[torch.Tensor]:
-    """Random q, k, v `[1, heads, length, 128]`."""
-    shapes = [(1, heads, length, 128) for heads in (num_heads, num_kv_heads, num_kv_heads)]
-    return [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+def random_qkv(num_heads: int, num_queries: int, num_kv_heads: int, num_keys: int) -> list[torch.Tensor]:
+    shapes = [(num_heads, num_queries), (num_kv_heads, num_keys), (num_kv_heads, num_keys)]
+    options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    return [torch.randn(1, heads, length, 128, **options) for heads, length in shapes]
 
 
-def bench_sdpa(case: cases.Case, timer: Timer) -> dict[str, float]:
-    """Milliseconds of the backward of dense causal SDPA, each document alone."""
+def sdpa_ms(case: cases.Case, timer: Timer) -> dict[str, float]:
+    """Dense causal attention, document by document."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def sdpa_ms(length: int, kind: SDPBackend) -> float:
-        qkv = attention_inputs(length, case.num_heads, case.num_heads)
+    def document_ms(length: int, kind: SDPBackend) -> float:
+        qkv = random_qkv(case.num_heads, length, case.num_heads, length)
         with sdpa_kernel(kind):
             out = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
         return backward_ms(timer, out, qkv)
@@ -220,44 +263,67 @@ def bench_sdpa(case: cases.Case, timer: Timer) -> dict[str, float]:
     results = {}
     for name, kind in (("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION), ("sdpa_flash", SDPBackend.FLASH_ATTENTION)):
         try:
-            results[name] = sum(sdpa_ms(length, kind) for length in case.documents)
+            results[name] = sum(document_ms(length, kind) for length in case.documents)
         except RuntimeError as error:
-            print(f"{name}: {error}", file=sys.stderr)
+            print(f"{case.name}: {name}: {error}", file=sys.stderr, flush=True)
     return results
 
 
-def bench_flex(case: cases.Case, timer: Timer) -> dict[str, float]:
-    """Milliseconds of the backward of FlexAttention, the selection as its mask; compiling takes about a minute."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def selection_mask(case: cases.Case, data: cases.CaseData):
+    """FlexAttention's BlockMask of the selection, for compact queries and keys of the aligned workspace."""
+    from torch.nn.attention.flex_attention import BlockMask
 
-    length = sum(case.documents)
-    no_forward = lambda q, k, v, s, scale: (torch.zeros_like(q), torch.zeros(q.shape[:2], device="cuda"))  # noqa: E731
+    device, (num_tokens, num_blocks) = data.q.device, (data.q.shape[0], data.k_aligned.shape[0] // 128)
+    lengths = torch.tensor(data.cu_seqlens, device=device).diff()
+    start = torch.repeat_interleave(torch.tensor(data.document_workspace_starts, device=device), lengths)
+    first = torch.repeat_interleave(torch.tensor(data.cu_seqlens[:-1], device=device), lengths)
+    position = start - first + torch.arange(num_tokens, device=device)
+    # One column more than there are blocks takes the empty slots.
+    blocks = torch.where(data.topk >= 0, data.topk + start[:, None] // 128, num_blocks)
+    num_rows = -(-num_tokens // 128) * 128
+    selected = torch.zeros(case.num_kv_heads, num_rows, num_blocks + 1, dtype=torch.bool, device=device)
+    selected[:, :num_tokens].scatter_(2, blocks, True)
+    group = case.group
+
+    def visible(b, h, i, j):
+        return (j <= position[i]) & selected[h // group, i, j // 128]
+
+    # Of 128 queries hardly two choose alike: no block is taken as wholly visible.
+    needed = selected[None, :, :, :num_blocks].unflatten(2, (-1, 128)).any(3).repeat_interleave(group, 1)
+    indices = needed.int().argsort(dim=-1, descending=True, stable=True).int()
+    sizes = (num_tokens, num_blocks * 128)
+    return BlockMask.from_kv_blocks(needed.sum(-1).int(), indices, BLOCK_SIZE=128, mask_mod=visible, seq_lengths=sizes)
+
+
+def flex_ms(case: cases.Case, timer: Timer) -> dict[str, float]:
+    """FlexAttention with the selection as its mask; says on stderr how long compilation took."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def no_forward(q, k, v, schedule, scale):
+        return torch.zeros_like(q), torch.zeros(q.shape[:2], device=q.device)
+
     data = cases.make(case, device="cuda", forward=no_forward)
-    lengths = torch.tensor(case.documents, device="cuda")
-    document = torch.repeat_interleave(torch.arange(len(lengths), device="cuda"), lengths)
-    first = torch.tensor(data.cu_seqlens, device="cuda")[document]
-    selected = torch.zeros(case.num_kv_heads, length, length // 128 + 1, dtype=torch.bool, device="cuda")
-    selected.scatter_(2, torch.where(data.topk >= 0, data.topk, length // 128).long(), True)
-
-    def mask(b, h, i, j):
-        visible = (document[i] == document[j]) & (j <= i)
-        return visible & selected[h // case.group, i, (j - first[j]) // 128]
-
-    torch.compiler.reset()
     begin = time.perf_counter()
     try:
-        block_mask = create_block_mask(mask, 1, case.num_heads, length, length, device="cuda", _compile=True)
-        qkv = attention_inputs(length, case.num_heads, case.num_kv_heads)
-        out = torch.compile(flex_attention, dynamic=False)(*qkv, block_mask=block_mask, enable_gqa=True)
+        qkv = random_qkv(case.num_heads, data.q.shape[0], case.num_kv_heads, data.k_aligned.shape[0])
+        # Specialised to the shapes: shapes left open make slower kernels.
+        attention = torch.compile(flex_attention, dynamic=False)
+        out = attention(*qkv, block_mask=selection_mask(case, data), enable_gqa=True)
+        torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)
+        torch.cuda.synchronize()
+        print(
+            f"{case.name}: flex_attention compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True
+        )
         return {"flex_attention": backward_ms(timer, out, qkv)}
     except RuntimeError as error:
-        print(f"flex_attention: {error}", file=sys.stderr)
+        print(f"{case.name}: flex_attention: {error}", file=sys.stderr, flush=True)
         return {}
-    finally:
-        print(f"flex_attention: {case.name} took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
 
 
-PEERS = {"sdpa": bench_sdpa, "flex": bench_flex}
+def bench_peers(case: cases.Case, timer: Timer, peers: list[str]) -> dict[str, float]:
+    """Milliseconds of the backward alone by others; one that fails is left out and says why on stderr."""
+    run = {"sdpa": sdpa_ms, "flex": flex_ms}
+    return {name: ms for peer in peers for name, ms in run[peer](case, timer).items()}
 
 
 def print_row(row: dict) -> None:
@@ -276,13 +342,29 @@ def print_row(row: dict) -> None:
     sys.stdout.flush()
 
 
+def print_stage(row: dict, matmul: float) -> None:
+    def timing(ms: float) -> str:
+        tflops = row["useful_tflop"] / ms * 1e3
+        rate = f", {tflops:.0f} TFLOP/s, ratio {tflops / matmul:.3f}" if row["stage"] == "main" else ""
+        return f"{ms:.3f} ms{rate}"
+
+    print(
+        f"{row['case']:16} {row['backend']}/{row['dq_accum']} {row['stage']} alone | warm {timing(row['warm_ms'])} | "
+        f"cold L2 {timing(row['cold_ms'])}, +- {row['spread_ms']:.3f} ms"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", help="comma-separated names; default: all benchmark cases and ranks")
     parser.add_argument("--backend", help="default: the device's")
     parser.add_argument("--dq-accum", help="comma-separated; default: the backend's")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--peers", default="", help=f"comma-separated peers to time too: {', '.join(PEERS)}")
+    parser.add_argument("--stage", choices=STAGES, help="time only this stage of every case, warm and with a cold L2")
+    parser.add_argument(
+        "--peers", nargs="?", const=",".join(PEERS), default="", metavar="LIST",
+        help=f"time others too: comma-separated, of {', '.join(PEERS)}; without a list all",
+    )  # fmt: skip
     parser.add_argument("--task-build", type=int, nargs="*", help="token counts to time the task build alone for")
     parser.add_argument("--json", help="write everything to this file")
     arguments = parser.parse_args()
@@ -293,8 +375,9 @@ def main() -> int:
     if unknown:
         parser.exit(2, f"error: --cases: expected names of tests/cases.py, got {', '.join(unknown)}\n")
     peers = arguments.peers.split(",") if arguments.peers else []
-    if not PEERS.keys() >= set(peers):
-        parser.exit(2, f"error: --peers: expected some of {', '.join(PEERS)}, got {arguments.peers}\n")
+    unknown = [peer for peer in peers if peer not in PEERS]
+    if unknown:
+        parser.exit(2, f"error: --peers: expected some of {', '.join(PEERS)}, got {', '.join(unknown)}\n")
     backend = arguments.backend or support.default_backend(torch.cuda.get_device_capability())
     if backend not in support.cuda_backends():
         parser.exit(2, f"error: --backend: expected one of {', '.join(support.cuda_backends())}, got {backend}\n")
@@ -302,12 +385,16 @@ def main() -> int:
 
     timer = Timer(arguments.repeats)
     before, copy = matmul_tflops(), copy_gbytes_per_s(timer)
-    rows = []
+    rows, stage_rows = [], []
     for name in names:
+        case = cases.CASES[name]
         for accum in accums:
-            rows.append(bench_case(cases.CASES[name], timer, backend, accum, before, copy))
-            if peers and accum == accums[0] and "rank" not in cases.CASES[name].tags:
-                rows[-1]["peers_ms"] = {k: ms for p in peers for k, ms in PEERS[p](cases.CASES[name], timer).items()}
+            if arguments.stage:
+                stage_rows.append(bench_stage(case, arguments.stage, timer, backend, accum))
+                continue
+            rows.append(bench_case(case, timer, backend, accum, before, copy))
+            if peers and accum == accums[0] and "rank" not in case.tags:
+                rows[-1]["peers_ms"] = bench_peers(case, timer, peers)
     builds = [bench_task_build(n, timer, backend) for n in arguments.task_build or []]
     matmul = max(before, matmul_tflops())
     device = torch.cuda.get_device_name()
@@ -317,6 +404,8 @@ def main() -> int:
     for row in rows:
         row["ratio"] = row["useful_tflops"] / matmul
         print_row(row)
+    for row in stage_rows:
+        print_stage(row, matmul)
     for build in builds:
         print(
             f"task build: {build['num_tokens']} tokens, {build['tasks']} tasks: "
@@ -324,8 +413,9 @@ def main() -> int:
         )
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"device": device, "torch": torch.__version__, "matmul_tflops": matmul, "copy_gbytes_per_s": copy,
-                       "void": void, "cases": rows, "task_builds": builds}, file, indent=1)  # fmt: skip
+            run = {"device": device, "torch": torch.__version__, "matmul_tflops": matmul, "copy_gbytes_per_s": copy}
+            run |= {"void": void, "cases": rows, "stages": stage_rows, "task_builds": builds}
+            json.dump(run, file, indent=1)
     return 1 if void else 0
 
 

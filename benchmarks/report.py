@@ -60,7 +60,7 @@ def markdown(run: dict, arguments: str) -> str:
         f"# Backward on one {run['device']}",
         "",
         f"torch {run['torch']}, bf16 8192^3 matmul {run['matmul_tflops']:.0f} TFLOP/s, device copy "
-        f"{run['copy_gbytes_per_s'] / 1000:.2f} TB/s, all in one run.{void} Medians of CUDA-event times, L2 flushed. "
+        f"{run['copy_gbytes_per_s'] / 1000:.2f} TB/s, all in one run.{void} Medians of CUDA-event times, L2 cold. "
         f"Made by `{command}` and `benchmarks/report.py`.",
         "",
     ]

@@ -31,9 +31,9 @@ def _operand(tensor: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """A `[rows, heads, 128]` tensor the kernels can read, and (address, row stride, head stride)."""
     row_stride, head_stride, last_stride = tensor.stride()
     address = _runtime.address(tensor)
-    usable = last_stride == 1 and row_stride % 8 == 0 and head_stride % 8 == 0 and address % 16 == 0
+    aligned = row_stride % 8 == head_stride % 8 == address % 16 == 0
     # Broadcast (zero-stride) views cannot be described to TMA.
-    if not usable or row_stride <= 0 or head_stride <= 0:
+    if not (aligned and last_stride == 1 and row_stride > 0 and head_stride > 0):
         tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
         row_stride, head_stride, _ = tensor.stride()
         address = _runtime.address(tensor)

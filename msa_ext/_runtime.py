@@ -30,6 +30,7 @@ def extension() -> ModuleType:
         ) from error
 
 
+@cache  # the name of a device's type is made anew whenever it is asked for
 def is_cuda(device: torch.device) -> bool:
     """Whether tensors of this device are computed by CUDA kernels."""
     return device.type == "cuda"
@@ -41,21 +42,25 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+_NO_GUARD = contextlib.nullcontext()
+
+
 def guard(device: torch.device) -> contextlib.AbstractContextManager:
     """Makes `device` current inside the block."""
     if device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return _NO_GUARD
     return torch.cuda.device(device)
 
 
 def stream(device: torch.device) -> int:
     """Raw handle of the current stream of `device`."""
+    # As torch.compile's own launches do: torch.cuda.current_stream builds a Stream for its handle.
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised output."""
-    return torch.empty(shape, dtype=dtype, device=device)
+def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """An uninitialised contiguous output of the tensor's shape and device."""
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def workspace(total_bytes: int, sections: list[tuple[str, int, int]], device: torch.device) -> Tensor:
@@ -63,9 +68,8 @@ def workspace(total_bytes: int, sections: list[tuple[str, int, int]], device: to
     return torch.empty(total_bytes, dtype=torch.uint8, device=device)
 
 
-def address(tensor: Tensor) -> int:
-    """Address of a tensor that is handed to a kernel, 0 if it is empty."""
-    return tensor.data_ptr()
+# Address of a tensor that is handed to a kernel, 0 if it is empty.
+address = Tensor.data_ptr
 
 
 def synchronize(device: torch.device) -> None:

@@ -92,15 +92,17 @@ def run_backward(
         ("dk", dk, k_aligned, kv_grad_dtype),
         ("dv", dv, v_aligned, kv_grad_dtype),
     )
-    if not (dq is dk is dv is None):
-        _check_outputs(targets, inputs, schedule)
+    taken = None  # extents an output must not touch; only worked out when one is given
+    for name, given, like, dtype in targets:
+        if given is not None:
+            if taken is None:
+                taken = [_extent(x) for x in inputs] + [_extent(x) for _, x in schedule.named_tensors()]
+            taken.append(_check_output(name, given, like.shape, dtype, device, taken))
     if chosen == "reference":
         schedule.validate(
             num_tokens=q.shape[0], workspace_rows=k_aligned.shape[0], group=q.shape[1] // k_aligned.shape[1]
         )
-    outputs = tuple(
-        _runtime.empty(like.shape, dtype, device) if given is None else given for _, given, like, dtype in targets
-    )
+    outputs = [_runtime.empty_like(like, dtype) if given is None else given for _, given, like, dtype in targets]
     arguments = Arguments(*inputs, schedule, scale, *outputs)
     if chosen == "reference":
         with torch.no_grad():
@@ -109,7 +111,7 @@ def run_backward(
                 target.copy_(gradient)
     else:
         _cuda_backward.launch(arguments, chosen, accum)
-    return outputs
+    return tuple(outputs)
 
 
 def _agree(q, k_aligned, v_aligned, grad_out, lse, out, schedule) -> bool:
@@ -199,15 +201,15 @@ def _resolve(
     if dq_accum is not None and dq_accum not in DQ_ACCUMS:
         raise ValueError(f"dq_accum: expected one of {', '.join(DQ_ACCUMS)} or None, got {dq_accum!r}")
     device = q.device
-    if device.type == "cpu" and not _runtime.is_cuda(device):
-        known = support.REFERENCE
-        if backend not in (None, known.name):
-            raise NotImplementedError(f"backend: expected reference or None for tensors on the CPU, got {backend!r}")
-    elif _runtime.is_cuda(device):
+    if _runtime.is_cuda(device):
         known = _cuda_backend(device, backend)
         group = q.shape[1] // k_aligned.shape[1]
         if known.major >= 0 and group not in CUDA_GROUPS:
             raise NotImplementedError(f"q: backend {known.name} expects Hq / Hkv of 16 or 8, got {group}")
+    elif device.type == "cpu":
+        known = support.REFERENCE
+        if backend not in (None, known.name):
+            raise NotImplementedError(f"backend: expected reference or None for tensors on the CPU, got {backend!r}")
     else:
         raise NotImplementedError(f"q: expected a CPU or CUDA device, got {device}")
     if deterministic and not known.deterministic:
@@ -223,25 +225,15 @@ def _resolve(
 def _cuda_backend(device: torch.device, backend: str | None) -> support.Backend:
     if backend == support.REFERENCE.name:
         return support.REFERENCE
-    backends = support.cuda_backends()
     capability = _runtime.capability(device)
-    name = backend or support.default_backend(capability)
-    found = backends.get(name)
-    if found is None or not found.runs(capability):
+    found = support.usable_backends(capability).get(backend or support.default_backend(capability))
+    if found is None:
         archs = ", ".join(_runtime.extension().built_archs())
         raise NotImplementedError(
             f"backend: expected one for {device} of compute capability {capability[0]}.{capability[1]}, got "
-            f"{backend!r}; built are {', '.join(backends)} ({archs})"
+            f"{backend!r}; built are {', '.join(support.cuda_backends())} ({archs})"
         )
     return found
-
-
-def _check_outputs(targets, inputs, schedule) -> None:
-    """Raises unless every given output of `targets` can be filled in place and overlaps nothing else."""
-    taken = [_extent(tensor) for tensor in (*inputs, *(tensor for _, tensor in schedule.tensors()))]
-    for name, given, like, dtype in targets:
-        if given is not None:
-            taken.append(_check_output(name, given, like.shape, dtype, like.device, taken))
 
 
 def _check_output(name, given, shape, dtype, device, taken) -> tuple[int, int]:

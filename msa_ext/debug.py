@@ -26,7 +26,7 @@ def flags_tensor(device: torch.device) -> Tensor:
     global _latest
     _latest = device
     if device not in _last:
-        _last[device] = _runtime.empty((1,), torch.int32, device).zero_()
+        _last[device] = torch.zeros(1, dtype=torch.int32, device=device)
     return _last[device]
 
 

@@ -7,6 +7,7 @@ Words: a *document* owns keys; an *entry* is a document, or a fragment of one, t
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class MSABackwardSchedule:
     query_offsets: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, tensor in self.tensors():
+        for name, tensor in self.named_tensors():
             _validate.tensor(name, tensor, dtype=torch.int32)
         _validate.shape("row_ptr", self.row_ptr, ("Hkv", "rows + 1"))
         heads = self.row_ptr.shape[0]
@@ -68,43 +69,44 @@ class MSABackwardSchedule:
         _validate.shape("document_workspace_starts", self.document_workspace_starts, (self.num_entries,))
         if self.query_offsets is not None:
             _validate.shape("query_offsets", self.query_offsets, (self.num_entries,))
-        for name, tensor in self.tensors():
+        for name, tensor in self.named_tensors():
             _validate.device(name, tensor, self.row_ptr.device, "row_ptr's")
             if not tensor.is_contiguous():
                 object.__setattr__(self, name, tensor.contiguous())
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """(field, tensor) of every table that is given."""
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Name and tensor of every field that is there."""
         named = [(field.name, getattr(self, field.name)) for field in fields(self)]
         return [(name, tensor) for name, tensor in named if tensor is not None or name != "query_offsets"]
 
-    @property
+    # Read on every call: worked out once, as the fields do not change.
+    @cached_property
     def device(self) -> torch.device:
         return self.row_ptr.device
 
-    @property
+    @cached_property
     def num_kv_heads(self) -> int:
         return self.row_ptr.shape[0]
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return self.row_ptr.shape[1] - 1
 
-    @property
+    @cached_property
     def edge_capacity(self) -> int:
         return self.q_indices.shape[1]
 
-    @property
+    @cached_property
     def work_capacity(self) -> int:
         return self.scheduler_metadata.shape[0]
 
-    @property
+    @cached_property
     def num_entries(self) -> int:
         return self.cu_seqlens.shape[0] - 1
 
     def to(self, device: torch.device | str) -> MSABackwardSchedule:
         """The schedule with every tensor on `device`."""
-        return MSABackwardSchedule(**{name: tensor.to(device) for name, tensor in self.tensors()})
+        return MSABackwardSchedule(**{name: tensor.to(device) for name, tensor in self.named_tensors()})
 
     def validate(
         self,

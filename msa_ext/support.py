@@ -55,11 +55,16 @@ def cuda_backends() -> dict[str, Backend]:
 
 
 @cache
-def default_backend(capability: tuple[int, int]) -> str | None:
-    """The backend for a CUDA device when none is named: its own, else `simple`; None if it has neither."""
+def usable_backends(capability: tuple[int, int]) -> dict[str, Backend]:
+    """The CUDA backends that a device of this compute capability can run, by name: its own, then `simple`."""
     usable = [backend for backend in cuda_backends().values() if backend.runs(capability)]
     usable.sort(key=lambda backend: backend.major, reverse=True)
-    return usable[0].name if usable else None
+    return {backend.name: backend for backend in usable}
+
+
+def default_backend(capability: tuple[int, int]) -> str | None:
+    """The backend for a CUDA device when none is named; None if it can run none."""
+    return next(iter(usable_backends(capability)), None)
 
 
 def explain() -> str:

@@ -152,7 +152,7 @@ def pretend_cuda(monkeypatch):
         return Extension.calls
 
     Extension.calls.clear()
-    caches = (support.cuda_backends, support.default_backend)
+    caches = (support.cuda_backends, support.usable_backends)
     for cached in caches:
         cached.cache_clear()
     yield pretend

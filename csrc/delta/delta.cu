@@ -40,7 +40,7 @@ __device__ void write_row_stats(const DeltaParams& params) {
     const int64_t row = first_row + i * kRowsPerPass;
     if (row < num_rows) {
       out[i] = __ldcs(row_pieces(params.out, token, head) + lane);
-      grad[i] = __ldg(row_pieces(params.grad_out, token, head) + lane);
+      grad[i] = __ldcs(row_pieces(params.grad_out, token, head) + lane);
       if (lane == 0) lse[i] = __ldg(params.lse + row);
     }
     for (head += kRowsPerPass; head >= params.num_heads; head -= params.num_heads) ++token;

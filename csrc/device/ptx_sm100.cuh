@@ -97,9 +97,12 @@ struct SmemOperand {
     descriptor.layout_type_ = static_cast<uint8_t>(cute::UMMA::LayoutType::SWIZZLE_128B);
     descriptor.leading_byte_offset_ = kLeadingBytes >> 4;
     descriptor.stride_byte_offset_ = kStrideBytes >> 4;
-    // Shared addresses are below 2^18, so that no carry leaves the start-address field.
-    descriptor.lo += (address >> 4) + (offset_bytes >> 4);
-    return descriptor;
+    // Shared addresses are below 2^18: no carry leaves the start-address field, so the halves stay
+    // apart, which saves instructions.
+    const uint32_t low = descriptor.lo + (address >> 4) + (offset_bytes >> 4);
+    uint64_t packed;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(packed) : "r"(low), "r"(descriptor.hi));
+    return packed;
   }
 };
 

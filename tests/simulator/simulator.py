@@ -295,8 +295,8 @@ class Simulator:
                     region.storage = None
             return tensor
 
-        def empty(shape, dtype, device):
-            tensor = torch.empty(shape, dtype=dtype)
+        def empty_like(like, dtype):
+            tensor = torch.empty(like.shape, dtype=dtype)
             tensor.view(torch.uint8).fill_(memory.POISON_BYTE) if tensor.numel() else None
             simulator.register(tensor, initialised=False, name="an output")
             return tensor
@@ -323,7 +323,7 @@ class Simulator:
             "capability": lambda device: (simulator.major, simulator.minor),
             "guard": guard,
             "stream": lambda device: 0,
-            "empty": empty,
+            "empty_like": empty_like,
             "workspace": workspace,
             "address": address,
             "synchronize": lambda device: simulator.synchronize(),

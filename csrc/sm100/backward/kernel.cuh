@@ -43,17 +43,10 @@
 
 #include "device/ptx_sm100.cuh"
 #include "device/vector.cuh"
+#include "host/tma_launch.h"
 #include "sm100/backward/config.cuh"
 
 namespace msa::sm100 {
-
-struct KernelParams {
-  CUtensorMap q;         // {64 d, 8 heads, 2 halves of d, Hq/8, T}, box {64, 8, 2, G/8, 1}
-  CUtensorMap grad_out;  // as q
-  CUtensorMap k;         // {64 d, W keys, 2 halves of d, Hkv}, box {64, 128, 2, 1}
-  CUtensorMap v;         // as k
-  MainParams main;
-};
 
 // The tasks of this CTA. Every role asks again: kept in registers over the roles' branches, the
 // answer spills.
@@ -123,7 +116,7 @@ __device__ __forceinline__ void load_tokens(int32_t (&tokens)[Slots<kGroup>::kPe
 // load: one thread
 
 template <int kGroup>
-__device__ void load(const KernelParams& params, SharedStorage& shared, TaskWalk walk) {
+__device__ void load(const TmaKernelParams& params, SharedStorage& shared, TaskWalk walk) {
   using S = Slots<kGroup>;
   uint32_t kv_phase = 0;
   for (; !walk.done(); walk.advance()) {
@@ -556,7 +549,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared) {
 
 template <int kGroup, DqAccum kDqAccum>
 __global__ void __launch_bounds__(kNumThreads, 1)
-    backward_kernel(const __grid_constant__ KernelParams params) {
+    backward_kernel(const __grid_constant__ TmaKernelParams params) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 

@@ -29,16 +29,9 @@
 #include "device/ptx.cuh"
 #include "device/ptx_sm90.cuh"
 #include "device/vector.cuh"
+#include "host/tma_launch.h"
 
 namespace msa::sm90 {
-
-struct KernelParams {
-  CUtensorMap q;         // {64 d, 8 heads, 2 halves of d, Hq/8, T}, box {64, 8, 2, G/8, 1}
-  CUtensorMap grad_out;  // as q
-  CUtensorMap k;         // {64 d, W keys, 2 halves of d, Hkv}, box {64, 128, 2, 1}
-  CUtensorMap v;         // as k
-  MainParams main;
-};
 
 // What an empty slot's row stats are copied from.
 alignas(16) __device__ const float zero_row_stats[16] = {};
@@ -48,7 +41,7 @@ alignas(16) __device__ const float zero_row_stats[16] = {};
 
 // One warp. Lane s < kPerStep serves slot s of the step.
 template <int kGroup, DqAccum kDqAccum>
-__device__ void produce(const KernelParams& params, SharedStorage<kDqAccum>& shared,
+__device__ void produce(const TmaKernelParams& params, SharedStorage<kDqAccum>& shared,
                         TaskInterval tasks) {
   using S = Slots<kGroup>;
   const MainParams& main = params.main;
@@ -410,7 +403,7 @@ struct Consumer {
 
 template <int kGroup, DqAccum kDqAccum>
 __global__ void __launch_bounds__(kNumThreads, 1)
-    backward_kernel(const __grid_constant__ KernelParams params) {
+    backward_kernel(const __grid_constant__ TmaKernelParams params) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage<kDqAccum>*>(shared_bytes);
 

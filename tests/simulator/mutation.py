@@ -138,11 +138,11 @@ def score(
 
 
 def table(found: list[Mutation]) -> str:
-    """One line a mutation: what each mode's verdict was."""
-    lines = [f"{'mutation':<92} {'eager':<14} {'late':<14} {'random':<14}"]
+    """One line a mutation: the modes that saw it, each with the check that did."""
+    lines = [f"{'mutation':<92} caught by"]
     for m in found:
-        cells = " ".join(f"{m.caught.get(mode, '-'):<14.14}" for mode in ("eager", "late", "random"))
-        lines.append(f"{m.name:<92.92} {cells}")
+        verdicts = ", ".join(f"{mode}: {verdict}" for mode, verdict in m.caught.items())
+        lines.append(f"{m.name:<92.92} {verdicts or '-'}")
     caught = sum(bool(m.caught) for m in found)
     hidden = sum(bool(m.caught) and "eager" not in m.caught for m in found)
     lines.append(f"caught {caught} of {len(found)}; {hidden} only in late or random mode")

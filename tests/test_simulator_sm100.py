@@ -1,4 +1,4 @@
-"""The Blackwell backward through run_backward on a simulated B200: all corner cases, every mode, many seeds."""
+"""The Blackwell backward through run_backward on a simulated B200: all corner cases, every mode, many seeds; faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ WALKS = [
     (Case("walks_group_8", (40, 9, 70), group=8), "fp16"),
     (Case("walks_two_heads", (20, 3, 11), num_kv_heads=2), "fp32"),
 ]
-FOUR_HEADS = Case("four_heads", (20, 1, 130), num_kv_heads=4, topk=1)
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,11 @@ class Run:
     mode: str = "late"
     num_sms: int = 4
     seed: int = 0
+    mma_order: str = "issue"
 
     def __str__(self) -> str:
         name = self.case if isinstance(self.case, str) else self.case.name
-        return f"{name}-{self.accum}-{self.mode}-{self.num_sms}sm-{self.seed}"
+        return f"{name}-{self.accum}-{self.mode}-{self.num_sms}sm-{self.seed}-{self.mma_order}"
 
 
 CORNER_CASES = [
@@ -60,6 +60,7 @@ CORNER_CASES = [
     Run(Case("four_heads", (20, 1, 130), num_kv_heads=4, topk=1), mode="random", num_sms=148),
 ]
 IN_ORDER = [Run(*w, mode, num_sms) for w in WALKS for mode in ("eager", "late") for num_sms in (1, 3, 148)]
+IN_ISA_ORDER = [Run(*w, "late", mma_order="isa") for w in WALKS]
 AT_RANDOM = [Run(*w, "random", (1, 3, 148)[seed % 3], seed) for w in WALKS for seed in range(20)]
 LONG = [
     Run(name, mode="random", num_sms=148)
@@ -78,7 +79,9 @@ def outcomes(request):
     skipped = set() if request.config.getoption("long") else set(LONG)
     worker = pipeline.Worker(2)
     yield {
-        run: worker.submit(pipeline.gradients, "b200", run.case, "sm100", run.accum, run.mode, run.seed, run.num_sms)
+        run: worker.submit(
+            pipeline.gradients, "b200", run.case, "sm100", run.accum, run.mode, run.seed, run.num_sms, run.mma_order
+        )
         for run in selected
         if run not in skipped
     }
@@ -87,7 +90,7 @@ def outcomes(request):
 
 @pytest.mark.parametrize(
     "run",
-    [*CORNER_CASES, *IN_ORDER, *AT_RANDOM, *[pytest.param(run, marks=pytest.mark.long) for run in LONG]],
+    [*CORNER_CASES, *IN_ORDER, *IN_ISA_ORDER, *AT_RANDOM, *[pytest.param(run, marks=pytest.mark.long) for run in LONG]],
     ids=str,
 )
 def test_gradients(outcomes, run):

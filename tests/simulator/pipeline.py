@@ -30,7 +30,9 @@ class Worker:
         self._pool.shutdown(cancel_futures=True)
 
 
-def gradients(device: str, case, backend: str, accum: str, mode: str, seed: int, num_sms: int = 4, **options) -> list:
+def gradients(
+    device: str, case, backend: str, accum: str, mode: str, seed: int, num_sms: int = 4, mma_order: str = "issue"
+) -> list:
     """Runs a case (or one of tests/cases.py by name) into poisoned outputs and compares with the float64 reference.
 
     Returns:
@@ -55,7 +57,7 @@ def gradients(device: str, case, backend: str, accum: str, mode: str, seed: int,
         name: torch.full_like(x, torch.nan)
         for name, x in (("dq", data.q), ("dk", data.k_aligned), ("dv", data.v_aligned))
     }
-    with Simulator(device, num_sms=num_sms, mode=mode, seed=seed, **options) as simulator:
+    with Simulator(device, num_sms=num_sms, mode=mode, seed=seed, mma_order=mma_order) as simulator:
         got = run_backward(*data.arguments(), backend=backend, dq_accum=accum, **outputs)
         reports = [str(r) for r in simulator.reports]
         kernels = [name for name, _, _ in simulator.launches]

@@ -1,6 +1,6 @@
-// tcgen05 (PTX ISA 9.0, "TensorCore 5th Generation Family Instructions", sm_100a), packed FP32 math
-// and 16-byte reductions of 16-bit elements. Tensor-memory copies and descriptors come from CuTe;
-// the MMA and commit are ours, because CuTe's elect a thread at every instruction.
+// tcgen05 (PTX ISA 9.0, "TensorCore 5th Generation Family Instructions", sm_100a) and 16-byte
+// reductions. Tensor-memory copies and descriptors come from CuTe; the MMA and commit are ours,
+// because CuTe's elect a thread at every instruction.
 #pragma once
 
 #include <cutlass/bfloat16.h>

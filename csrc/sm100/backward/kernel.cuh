@@ -235,8 +235,9 @@ struct Mma {
 #pragma unroll
     for (int k = 0; k < kMmasPerGemm; ++k) {  // 16 d each
       const uint32_t in_half = k % 4 * 32;
-      mma_ss<Major::K, Major::K>(acc, a.descriptor(k / 4 * kHalfTileBytes + in_half),
-                                 b.descriptor(k / 4 * kAtomBytes + in_half), k > 0);
+      mma_ss<KeysByDims::kMajor, RowsByDims::kMajor>(
+          acc, a.descriptor(k / 4 * kHalfTileBytes + in_half),
+          b.descriptor(k / 4 * kAtomBytes + in_half), k > 0);
     }
   }
 
@@ -270,8 +271,8 @@ struct Mma {
 #pragma unroll
     for (int i = 0; i < kMmasPerHalf; ++i) {  // 16 rows each
       const int k = half * kMmasPerHalf + i;
-      mma_ts<Major::MN>(tmem + kAcc, tmem + kScores + operand_column(k),
-                        b.descriptor(k * 2 * kRowGroupBytes), !first || k > 0);
+      mma_ts<RowsTransposed::kMajor>(tmem + kAcc, tmem + kScores + operand_column(k),
+                                     b.descriptor(k * 2 * kRowGroupBytes), !first || k > 0);
     }
   }
 
@@ -283,8 +284,9 @@ struct Mma {
     const KeysTransposed b{smem_address(shared.ds)};
 #pragma unroll
     for (int k = 0; k < kMmasPerGemm; ++k) {  // 16 keys each
-      mma_ss<Major::MN, Major::MN>(tmem + kTmemDq, a.descriptor(k * 2 * kAtomBytes),
-                                   b.descriptor(k * 2 * kAtomBytes), k > 0);
+      mma_ss<KeysTransposed::kMajor, KeysTransposed::kMajor>(
+          tmem + kTmemDq, a.descriptor(k * 2 * kAtomBytes), b.descriptor(k * 2 * kAtomBytes),
+          k > 0);
     }
     mma_commit(&shared.bar_dq_full);
   }
@@ -494,7 +496,7 @@ struct Reduce {
                     index_head * (kGroup * kHeadDim * kElementBytes) + lane * 16;
 #pragma unroll
     for (int slot = 0; slot < S::kPerTask; ++slot) {
-      if (tokens[slot] < 0) continue;
+      if (slot > 0 && tokens[slot] < 0) continue;  // the first is always filled
       uint8_t* target = pool + int64_t{tokens[slot]} * main.num_heads * (kHeadDim * kElementBytes);
 #pragma unroll
       for (int i = 0; i < kWordsPerSlot; i += 4) {
@@ -590,8 +592,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     __syncwarp();
   }
 
-  // Tensor memory is freed once nobody uses it.
-  tmem_fence_before_arrive();
+  // Tensor memory is freed once nobody uses it; what each role did last, it has handed over.
   __syncthreads();
   tmem_fence_after_wait();
   if (warp_role(threadIdx.x / 32) == WarpRole::kMma) allocator.free(tmem, kTmemColumns);

@@ -5,9 +5,10 @@
     python benchmarks/sentryward_proof.py kernel.ptx [--sentryward PATH] [--tables one_task,...] [--timeout SECONDS]
 
 For each table it asks for a proof that every schedule synchronises and is free of races, and for each fault that there
-is none. What it cannot take is changed in the PTX text before: `red` (the pools are then unchecked) and `createpolicy`
-are left out, and the loop around mbarrier.try_wait branches on its predicate instead of a register made from it. Exit
-status 1: a table without its proof, or a fault that was not seen.
+is none: a schedule that blocks is "unsupported" to the tool, an unordered access a "potential_race". What it cannot
+take is changed in the PTX text before: `red` (the pools are then unchecked) and `createpolicy` are left out, and the
+loop around mbarrier.try_wait branches on its predicate instead of a register made from it. Exit status 1: a table
+without its proof, or a fault with one.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ WAIT = re.compile(
     r"\{\n\.reg \.pred done;\n(mbarrier\.try_wait\S+) done, (\[[^\]]+\]), (%r\d+);\nselp\.u32 (%r\d+), 1, 0, done;\n\}"
     r"([\s\S]{0,400}?)setp\.eq\.s32\s+(%p\d+), \4, 0;([\s\S]{0,300}?)@\6 bra\s+(\S+);"
 )
-# (table, what is removed first) -> must be refuted
+# Removed from the PTX with one task: (pattern, which match). Must not be proven.
 FAULTS = {
-    "an arrive of compute": ("one_task", r"mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];"),
-    "the commit of S": ("one_task", r"tcgen05\.commit\S+ \[%r\d+\];"),
-    "the loaded bytes": ("one_task", r"mbarrier\.arrive\.expect_tx\S+ _, \[%r\d+\], %r\d+;"),
-    "the first wait": ("one_task", r"mbarrier\.try_wait\S+ (%p\d+), \[%r\d+\], %r\d+;\n[\s\S]{0,700}?@!\1 bra \S+;"),
+    "an arrive of compute": (r"mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];", 0),
+    "the commit of S": (r"tcgen05\.commit\S+ \[%r\d+\];", 0),
+    "the loaded bytes": (r"mbarrier\.arrive\.expect_tx\S+ _, \[%r\d+\], %r\d+;", 0),
+    "compute's wait for dP": (r"mbarrier\.try_wait\S+ (%p\d+), \[%r\d+\], %r\d+;\n[\s\S]{0,700}?@!\1 bra \S+;", 1),
 }
 
 
@@ -168,12 +169,12 @@ def main() -> int:
         result, seconds = verify(arguments.sentryward, text, kernel_input(entry, table), arguments.timeout)
         failed |= result != "race_free"
         print(f"{name:24} {table.grid} CTAs, {len(table.tasks)} tasks: {result}, {seconds:.0f} s", flush=True)
-    for what, (name, pattern) in FAULTS.items():
-        broken, count = re.subn(pattern, "", text, count=1)
-        if count != 1:
-            raise SystemExit(f"error: {what}: not found in the PTX")
-        result, seconds = verify(arguments.sentryward, broken, kernel_input(entry, TABLES[name]), arguments.timeout)
-        failed |= result not in ("not_wellsynced", "potential_race", "invalid_lifecycle")
+    for what, (pattern, number) in FAULTS.items():
+        match = list(re.finditer(pattern, text))[number]
+        broken = text[: match.start()] + text[match.end() :]
+        data = kernel_input(entry, TABLES["one_task"])
+        result, seconds = verify(arguments.sentryward, broken, data, arguments.timeout)
+        failed |= result == "race_free"
         print(f"without {what:24} {result}, {seconds:.0f} s", flush=True)
     return int(failed)
 

@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(160, 1)
     if (lane == 0) {
       mbarrier_init(&shared.loaded, 1);
       mbarrier_init(&shared.scores, 1);
-      mbarrier_init(&shared.ready, 128);
+      mbarrier_init(&shared.ready, 4);
       mbarrier_init(&shared.done, 1);
       fence_mbarrier_init();
     }
@@ -149,7 +149,8 @@ extern "C" __global__ void __launch_bounds__(160, 1)
     }
     wait_st();
     fence_before();
-    mbarrier_arrive(&shared.ready);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(&shared.ready);
     mbarrier_wait(&shared.done, 0);
     fence_after();
     for (int c = 0; c < 64; c += 8) {

@@ -62,10 +62,10 @@ CORNER_CASES = [
 IN_ORDER = [Run(*w, mode, num_sms) for w in WALKS for mode in ("eager", "late") for num_sms in (1, 3, 148)]
 IN_ISA_ORDER = [Run(*w, "late", mma_order="isa") for w in WALKS]
 AT_RANDOM = [Run(*w, "random", (1, 3, 148)[seed % 3], seed) for w in WALKS for seed in range(20)]
-LONG = [
-    Run(name, mode="random", num_sms=148)
+LONG = [  # few SMs: a resident CTA takes tens of megabytes
+    Run(name, mode="random")
     for name in ("lengths_mixed", "mixed_heads_4", "mixed_heads_2", "shared_fragments", "level_major")
-] + [Run(f"rows_{n}", num_sms=148) for n in (4095, 4096, 4097)]
+] + [Run(f"rows_{n}") for n in (4095, 4096, 4097)]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import hashlib
 import os
 import subprocess
@@ -260,6 +261,7 @@ class Simulator:
         self.streams.clear()
         self.machine.memory.__init__()
         self._modules.clear()
+        gc.collect()  # a CTA is a cycle of objects that holds tens of megabytes
 
     def _connect(self) -> None:
         library = shim.load()

@@ -92,16 +92,18 @@ def copy_gbytes_per_s(timer: Timer) -> float:
 
 
 def host_microseconds(call: Callable[[], object]) -> float:
-    """Median time until an asynchronous call returns."""
-    times = []
-    for _ in range(10):
+    """Lowest of twenty medians of ten: the time until an asynchronous call returns, on a CPU that others share."""
+    medians = []
+    for _ in range(20):
         torch.cuda.synchronize()
+        times = []
         for _ in range(10):
             begin = time.perf_counter()
             call()
             times.append(time.perf_counter() - begin)
+        medians.append(statistics.median(times))
     torch.cuda.synchronize()
-    return statistics.median(times) * 1e6
+    return min(medians) * 1e6
 
 
 def visible_pairs(data: cases.CaseData) -> int:
@@ -191,6 +193,8 @@ def bench_case(case: cases.Case, timer: Timer, backend: str, accum: str, matmul:
     total, spread = timer(call)
     peak = torch.cuda.max_memory_allocated() - base
     host_us = host_microseconds(lambda: run_backward(*data.arguments(), backend=backend, dq_accum=accum))
+    one = torch.zeros(1, device="cuda")
+    add_us = host_microseconds(lambda: one.add_(1))
 
     with prepared_stages(Arguments(*data.arguments(), data.softmax_scale, *outputs), backend, accum) as run_stage:
         stages = {name: timer(lambda name=name: run_stage(name))[0] for name in STAGES}
@@ -213,6 +217,7 @@ def bench_case(case: cases.Case, timer: Timer, backend: str, accum: str, matmul:
         "total_ms": total,
         "spread_ms": spread,
         "host_us": host_us,
+        "add_us": add_us,  # torch's add_ of one element, for scale
         "useful_tflop": flop * 1e-12,
         "useful_tflops": tflops,
         "ratio": tflops / matmul,
@@ -335,7 +340,7 @@ def print_row(row: dict) -> None:
         f"{stages} | total {row['total_ms']:.3f} +- {row['spread_ms']:.3f} ms | "
         f"{row['useful_tflops']:.0f} TFLOP/s ratio {row['ratio']:.3f} outside main {row['outside_main']:.1%} | "
         f"delta {row['copy_share']['delta']:.0%} clear+post {row['copy_share']['clear+postprocess']:.0%} of copy | "
-        f"host {row['host_us']:.0f} us peak {row['peak_bytes'] / 2**20:.0f} MiB"
+        f"host {row['host_us']:.0f} us (add_ {row['add_us']:.0f}) peak {row['peak_bytes'] / 2**20:.0f} MiB"
     )
     for name, ms in row.get("peers_ms", {}).items():
         print(f"{'':16} {name} {ms:.3f} ms")

@@ -42,7 +42,7 @@ def _totals(row: dict) -> list:
         f"{row['total_ms']:.3f} ± {row['spread_ms']:.3f}",
         f"{row['useful_tflops']:.0f}",
         f"{row['ratio']:.3f}",
-        f"{row['host_us']:.0f}",
+        f"{row['host_us']:.0f} ({row['add_us']:.0f})",
         f"{row['peak_bytes'] / 2**20:.0f}",
     ]
 
@@ -61,11 +61,12 @@ def markdown(run: dict, arguments: str) -> str:
         "",
         f"torch {run['torch']}, bf16 8192^3 matmul {run['matmul_tflops']:.0f} TFLOP/s, device copy "
         f"{run['copy_gbytes_per_s'] / 1000:.2f} TB/s, all in one run.{void} Medians of CUDA-event times, L2 cold. "
+        "Host us: until a call returns, lowest of twenty medians of ten; beside it torch's add_ of one element. "
         f"Made by `{command}` and `benchmarks/report.py`.",
         "",
     ]
     header = ["case", "backend / dq_accum", "T, Hq, Hkv, W", "edges", "tasks", "ms", "useful TFLOP/s", "of matmul"]
-    lines += _table([*header, "host us", "peak MiB"], [_totals(row) for row in run["cases"]])
+    lines += _table([*header, "host us (add_)", "peak MiB"], [_totals(row) for row in run["cases"]])
 
     stages = list(run["cases"][0]["stage_ms"]) if run["cases"] else []
     lines += ["Stages alone, ms, and the memory-bound ones as a share of the copy rate:", ""]

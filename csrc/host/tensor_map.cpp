@@ -33,20 +33,16 @@ Encode encode_function() {
 }  // namespace
 
 void check_tensor_map(const TensorMapSpec& spec) {
-  const size_t rank = spec.sizes.size();
-  require(rank >= 1 && rank <= 5, "tensor map: expected 1 to 5 dimensions, got ", rank);
-  require(spec.stride_bytes.size() == rank - 1, "tensor map: expected ", rank - 1, " strides, got ",
-          spec.stride_bytes.size());
-  require(spec.box.size() == rank, "tensor map: expected ", rank, " box sizes, got ",
-          spec.box.size());
+  require(spec.rank >= 1 && spec.rank <= 5, "tensor map: expected 1 to 5 dimensions, got ",
+          spec.rank);
   require(reinterpret_cast<uintptr_t>(spec.data) % 16 == 0,
           "tensor map: expected data aligned to 16 bytes, got ", spec.data);
-  for (size_t i = 0; i < rank; ++i) {
+  for (uint32_t i = 0; i < spec.rank; ++i) {
     require(spec.sizes[i] >= 1 && spec.sizes[i] <= (1ull << 32), "tensor map: expected size ", i,
             " in [1, 2^32], got ", spec.sizes[i]);
     require(spec.box[i] >= 1 && spec.box[i] <= 256, "tensor map: expected box size ", i,
             " in [1, 256], got ", spec.box[i]);
-    if (i + 1 < rank) {
+    if (i + 1 < spec.rank) {
       require(spec.stride_bytes[i] % 16 == 0 && spec.stride_bytes[i] < (1ull << 40),
               "tensor map: expected stride ", i + 1,
               " to be a multiple of 16 bytes below 2^40, got ", spec.stride_bytes[i]);
@@ -59,15 +55,13 @@ void check_tensor_map(const TensorMapSpec& spec) {
 
 CUtensorMap make_tensor_map(const TensorMapSpec& spec) {
   check_tensor_map(spec);
-  const std::vector<cuuint32_t> element_strides(spec.sizes.size(), 1);
-  const std::vector<cuuint64_t> sizes(spec.sizes.begin(), spec.sizes.end());
-  const std::vector<cuuint64_t> strides(spec.stride_bytes.begin(), spec.stride_bytes.end());
+  constexpr cuuint32_t kElementStrides[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result = encode_function()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, static_cast<cuuint32_t>(sizes.size()),
-      const_cast<void*>(spec.data), sizes.data(), strides.data(), spec.box.data(),
-      element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, spec.rank, const_cast<void*>(spec.data),
+      spec.sizes.data(), spec.stride_bytes.data(), spec.box.data(), kElementStrides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error(concat("cuTensorMapEncodeTiled: CUresult ", static_cast<int>(result)));
   }
@@ -79,6 +73,7 @@ TensorMapSpec slot_map(const StridedOperand& operand, int64_t num_tokens, int nu
   const uint64_t row_bytes = operand.row_stride * kElementBytes;
   const uint64_t head_bytes = operand.head_stride * kElementBytes;
   return {operand.data,
+          5,
           {kHalfDim, 8, 2, static_cast<uint64_t>(num_heads) / 8, static_cast<uint64_t>(num_tokens)},
           {head_bytes, kHalfDim * kElementBytes, 8 * head_bytes, row_bytes},
           {kHalfDim, 8, 2, static_cast<uint32_t>(group) / 8, 1}};
@@ -86,6 +81,7 @@ TensorMapSpec slot_map(const StridedOperand& operand, int64_t num_tokens, int nu
 
 TensorMapSpec block_map(const StridedOperand& operand, int64_t workspace_rows, int num_kv_heads) {
   return {operand.data,
+          4,
           {kHalfDim, static_cast<uint64_t>(workspace_rows), 2, static_cast<uint64_t>(num_kv_heads)},
           {static_cast<uint64_t>(operand.row_stride) * kElementBytes, kHalfDim * kElementBytes,
            static_cast<uint64_t>(operand.head_stride) * kElementBytes},

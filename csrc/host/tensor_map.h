@@ -3,8 +3,8 @@
 
 #include <cuda.h>
 
+#include <array>
 #include <cstdint>
-#include <vector>
 
 #include "params.h"
 
@@ -12,10 +12,11 @@ namespace msa {
 
 // A BF16 map with 128-byte swizzle and zero fill. Dimension 0 is innermost and contiguous.
 struct TensorMapSpec {
-  const void* data;                    // 16-byte aligned
-  std::vector<uint64_t> sizes;         // elements of each dimension, 1..5 of them
-  std::vector<uint64_t> stride_bytes;  // of dimensions 1.., multiples of 16
-  std::vector<uint32_t> box;           // elements of the box in each dimension, at most 256
+  const void* data;                      // 16-byte aligned
+  uint32_t rank;                         // 1..5; entries beyond it are not looked at
+  std::array<uint64_t, 5> sizes;         // elements of each dimension
+  std::array<uint64_t, 4> stride_bytes;  // of dimensions 1.., multiples of 16
+  std::array<uint32_t, 5> box;           // elements of the box in each dimension, at most 256
 };
 
 // Throws std::invalid_argument naming the field that TMA cannot take.

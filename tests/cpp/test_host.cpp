@@ -75,16 +75,14 @@ TEST(Workspace, RejectsWhatTheKernelsCannotServe) {
 
 TEST(TensorMap, ChecksEveryField) {
   alignas(16) static char data[64];
-  const TensorMapSpec good{data, {64, 8, 2}, {256, 128}, {64, 8, 2}};
+  const TensorMapSpec good{data, 3, {64, 8, 2}, {256, 128}, {64, 8, 2}};
   EXPECT_NO_THROW(check_tensor_map(good));
   const auto rejects = [&](const std::function<void(TensorMapSpec&)>& change, const char* text) {
     TensorMapSpec spec = good;
     change(spec);
     expect_error<std::invalid_argument>([&] { check_tensor_map(spec); }, text);
   };
-  rejects([](auto& s) { s.sizes.assign(6, 1); }, "expected 1 to 5 dimensions, got 6");
-  rejects([](auto& s) { s.stride_bytes.pop_back(); }, "expected 2 strides, got 1");
-  rejects([](auto& s) { s.box.pop_back(); }, "expected 3 box sizes, got 2");
+  rejects([](auto& s) { s.rank = 6; }, "expected 1 to 5 dimensions, got 6");
   rejects([](auto& s) { s.data = data + 8; }, "expected data aligned to 16 bytes");
   rejects([](auto& s) { s.sizes[1] = 0; }, "expected size 1 in [1, 2^32], got 0");
   rejects([](auto& s) { s.box[1] = 257; }, "expected box size 1 in [1, 256], got 257");
@@ -97,13 +95,13 @@ TEST(TensorMap, ChecksEveryField) {
 TEST(TensorMap, OperandsOfAStridedView) {
   const StridedOperand q{nullptr, 3 * 64 * 128, 128};
   const TensorMapSpec slot = slot_map(q, 1000, 64, 16);
-  EXPECT_EQ(slot.sizes, (std::vector<uint64_t>{64, 8, 2, 8, 1000}));
-  EXPECT_EQ(slot.stride_bytes, (std::vector<uint64_t>{256, 128, 2048, 3 * 64 * 256}));
-  EXPECT_EQ(slot.box, (std::vector<uint32_t>{64, 8, 2, 2, 1}));
+  EXPECT_EQ(slot.sizes, (std::array<uint64_t, 5>{64, 8, 2, 8, 1000}));
+  EXPECT_EQ(slot.stride_bytes, (std::array<uint64_t, 4>{256, 128, 2048, 3 * 64 * 256}));
+  EXPECT_EQ(slot.box, (std::array<uint32_t, 5>{64, 8, 2, 2, 1}));
   EXPECT_EQ(slot_map(q, 1000, 64, 8).box[3], 1u);
   const TensorMapSpec block = block_map({nullptr, 512, 128}, 256, 4);
-  EXPECT_EQ(block.stride_bytes, (std::vector<uint64_t>{1024, 128, 256}));
-  EXPECT_EQ(block.box, (std::vector<uint32_t>{64, 128, 2, 1}));
+  EXPECT_EQ(block.stride_bytes, (std::array<uint64_t, 4>{1024, 128, 256}));
+  EXPECT_EQ(block.box, (std::array<uint32_t, 5>{64, 128, 2, 1}));
   EXPECT_NO_THROW(check_tensor_map(slot));
   EXPECT_NO_THROW(check_tensor_map(block));
 }

@@ -35,6 +35,10 @@ class Clocks:
         self.read_line = np.zeros((self.agents, granules), np.int32)
         self._names: dict[object, int] = {}
 
+    def close(self) -> None:
+        """Frees the tens of megabytes that a cycle of objects would keep until it is collected."""
+        del self.read_epoch, self.read_line
+
     def agent(self, key: object) -> int:
         """Number of an asynchronous agent."""
         if key not in self._names:

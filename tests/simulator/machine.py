@@ -512,6 +512,8 @@ class Machine:
                 cta.warps[0].report(
                     "exit", f"the CTA exits with {barrier.transactions} bytes outstanding on mbarrier {address:#x}"
                 )
+        if not cta.in_flight:
+            cta.clocks.close()
 
     def _deadlock(self, resident: list[Cta]) -> None:
         lines = []

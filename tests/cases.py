@@ -40,6 +40,7 @@ class Case:
     overcount: int = 0  # work_count past work_capacity
     max_item_queries: int = 4096
     row_queries: tuple[int, ...] = ()  # "explicit": queries of block 0, 1, ...
+    hidden_tokens: tuple[int, ...] = ()  # lse -inf and out 0 in spite of their edges
     small: bool = True  # cheap enough for the simulator and the float64 oracle
     tags: frozenset[str] = field(default_factory=frozenset)
 
@@ -113,6 +114,7 @@ def _corner_cases() -> list[Case]:
         Case("level_major", (300, 129, 257), level_major_rows=True),
         Case("overcount", (257,), overcount=3, max_item_queries=64),
         Case("large_logits", (257,), logit_scale=9.0),
+        Case("hidden_tokens", (257,), hidden_tokens=(5, *range(128, 140), 256)),
         Case("rows_8_9", (384,), selection="explicit", row_queries=(8, 9, 1)),
         Case("row_empty_between", (512,), selection="explicit", row_queries=(16, 0, 0, 3)),
         Case("rows_4095", (4500,), selection="explicit", row_queries=(4095, 9), group=8, small=False),
@@ -297,6 +299,8 @@ def make(
         out, lse = reference.forward(q, *kv, schedule, softmax_scale=scale, compute_dtype=compute)
     else:
         out, lse = forward(q, *kv, schedule, scale)
+    hidden = list(case.hidden_tokens)
+    lse[hidden], out[hidden] = -torch.inf, 0.0
     if case.extra_tokens:
         for x in (q, grad_out, out, lse):
             x[cu_seqlens[-1] :] = torch.nan

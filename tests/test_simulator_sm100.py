@@ -54,6 +54,7 @@ CORNER_CASES = [  # on few SMs: a resident CTA takes tens of megabytes
     Run("permuted_items", mode="random"),
     Run("overcount"),
     Run("large_logits", num_sms=1),
+    Run("hidden_tokens", mode="random"),
     Run("rows_8_9", mode="random"),
     Run("row_empty_between", "fp16"),
     Run("everything", mode="random"),

@@ -18,11 +18,12 @@ DELETED = re.compile(
 
 @dataclass
 class Mutation:
-    """A changed PTX text and, once run, the modes and checks that saw it."""
+    """A changed PTX text and, once run, the modes that saw it, each with its check, and those that missed it."""
 
     name: str
     text: str
     caught: dict[str, str] = field(default_factory=dict)
+    missed: list[str] = field(default_factory=list)
 
 
 def mutations(text: str) -> list[Mutation]:
@@ -134,6 +135,8 @@ def score(
                 if verdict:
                     mutation.caught[mode] = verdict
                     break
+            else:
+                mutation.missed.append(mode)
     return found
 
 
@@ -144,6 +147,6 @@ def table(found: list[Mutation]) -> str:
         verdicts = ", ".join(f"{mode}: {verdict}" for mode, verdict in m.caught.items())
         lines.append(f"{m.name:<92.92} {verdicts or '-'}")
     caught = sum(bool(m.caught) for m in found)
-    hidden = sum(bool(m.caught) and "eager" not in m.caught for m in found)
-    lines.append(f"caught {caught} of {len(found)}; {hidden} only in late or random mode")
+    hidden = sum(bool(m.caught) and "eager" in m.missed for m in found)
+    lines.append(f"caught {caught} of {len(found)}; {hidden} that eager mode misses")
     return "\n".join(lines)

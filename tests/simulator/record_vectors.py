@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from . import cute_products
 from .pipeline import STAGE_BITS, Stages, task_arrays
 
 VECTORS = Path(__file__).with_name("vectors_h200.npz")
@@ -29,8 +30,9 @@ POSTPROCESS = (("simple", "fp16"), ("sm90", "bf16"), ("sm90", "fp32"))
 
 
 def is_exact(name: str) -> bool:
-    """Whether an array must agree bit for bit: inputs, integer tables, and the postprocess, which rounds once."""
-    return name.startswith("postprocess/") or "/tasks/" in name or name.endswith("/digest")
+    """Whether an array must agree bit for bit: inputs, integer tables, products of integers, and the postprocess, which
+    rounds once."""
+    return name.startswith(("postprocess/", "cute/")) or "/tasks/" in name or name.endswith("/digest")
 
 
 def _inputs(documents: tuple[int, ...], group: int, options: dict):
@@ -121,6 +123,7 @@ def compute(device: str) -> dict[str, np.ndarray]:
     for name in TASK_CASES:
         data = _moved(cases.make(cases.CASES[name], seed=SEED), device)
         add(f"{name}/tasks", task_arrays(data, cases.CASES[name].group))
+    add("cute", cute_products.loaded("sm_90a", device))
     return results
 
 

@@ -467,24 +467,39 @@ class Simulator:
             self.machine.profile = None
 
 
+def _compiled(source: Path, arch: str, suffix: str, options: list[str]) -> Path:
+    root = Path(__file__).resolve().parents[2]
+    includes = [root / "csrc", root / "third_party/cutlass/include"]
+    key = hashlib.sha256(source.read_bytes() + repr((arch, options)).encode()).hexdigest()[:16]
+    target = shim.cache_directory() / f"{source.stem}.{arch}.{key}{suffix}"
+    if not target.exists():
+        new = target.with_suffix(f".{os.getpid()}")
+        command = [
+            "nvcc", "-std=c++17", "--expt-relaxed-constexpr", "-o", str(new), str(source), *options,
+            *(f"-I{i}" for i in includes),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"nvcc failed on {source.name}:\n{done.stderr}")
+        os.replace(new, target)
+    return target
+
+
 def compile_ptx(source: Path, arch: str = "sm_90a", *options: str) -> str:
     """PTX of a .cu file, compiled by nvcc once and cached.
 
     Raises:
         RuntimeError: nvcc fails.
     """
-    root = Path(__file__).resolve().parents[2]
-    includes = [root / "csrc", root / "third_party/cutlass/include"]
-    key = hashlib.sha256(source.read_bytes() + repr((arch, options)).encode()).hexdigest()[:16]
-    target = shim.cache_directory() / f"{source.stem}.{arch}.{key}.ptx"
-    if not target.exists():
-        new = target.with_suffix(f".{os.getpid()}")
-        command = [
-            "nvcc", "-std=c++17", "--expt-relaxed-constexpr", f"-arch={arch}", "-ptx", "-o", str(new), str(source),
-            *(f"-I{i}" for i in includes), *options,
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"nvcc failed on {source.name}:\n{done.stderr}")
-        os.replace(new, target)
-    return target.read_text()
+    return _compiled(source, arch, ".ptx", [f"-arch={arch}", "-ptx", *options]).read_text()
+
+
+def compile_library(source: Path, arch: str = "sm_90a") -> Path:
+    """A .cu file as a shared library that carries PTX only, compiled once and cached.
+
+    Raises:
+        RuntimeError: nvcc fails.
+    """
+    virtual = arch.replace("sm_", "compute_")
+    options = ["-gencode", f"arch={virtual},code={virtual}", "-Xcompiler=-fPIC,-O0", "-shared", "-cudart=shared"]
+    return _compiled(source, arch, ".so", options)

@@ -5,7 +5,8 @@
 
 Every time is the median of CUDA-event timings, before each of which other data has been read into the L2. Useful FLOP
 = 1280 * Hq * E, with E the visible (query, key) pairs of one query head. `ratio` is useful FLOP/s over the best bf16
-8192^3 matmul measured before and after; on an H200 a run whose matmul is below 740 TFLOP/s is void. Stages are timed
+8192^3 matmul measured before and after; on an H200 a run whose matmul is below 740 TFLOP/s is void. `--sustained S`
+times both once more after S seconds of themselves back to back, when the card is at its power limit. Stages are timed
 alone; in the total delta and clear are one launch and the task build runs beside it. `outside main` is
 1 - main / total.
 """
@@ -69,9 +70,28 @@ def warm_ms(work: Callable[[], object], repeats: int) -> float:
     return begin.elapsed_time(end) / repeats
 
 
+def sustained_ms(work: Callable[[], object], seconds: float) -> float:
+    """Milliseconds of `work` after `seconds` of it back to back."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ms = warm_ms(work, 20)
+    return ms
+
+
+def matmul_operands() -> list[torch.Tensor]:
+    return [torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+
+
+def sustained_matmul_tflops(seconds: float) -> float:
+    """bf16 8192^3 matmul rate after `seconds` of it."""
+    a, b = matmul_operands()
+    out = torch.empty_like(a)
+    return 2 * 8192**3 / sustained_ms(lambda: torch.mm(a, b, out=out), seconds) * 1e-9
+
+
 def matmul_tflops() -> float:
     """Best bf16 8192^3 matmul rate of ten timed products on random data."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = matmul_operands()
     best = float("inf")
     for _ in range(13):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -174,6 +194,16 @@ def bench_stage(case: cases.Case, stage: str, timer: Timer, backend: str, accum:
         "spread_ms": spread,
         "useful_tflop": FLOP_PER_PAIR * case.group * visible_pairs(data) * 1e-12,
     }
+
+
+def bench_sustained(row: dict, matmul: float, seconds: float) -> None:
+    """Adds to a row of `bench_case` the time after `seconds` of the same, and its ratio to `matmul`, TFLOP/s."""
+    data = make_data(cases.CASES[row["case"]])
+    outputs = {"dq": torch.empty_like(data.q), "dk": torch.empty_like(data.k_aligned)}
+    outputs["dv"] = torch.empty_like(outputs["dk"])
+    options = {"backend": row["backend"], "dq_accum": row["dq_accum"], **outputs}
+    row["sustained_ms"] = sustained_ms(lambda: run_backward(*data.arguments(), **options), seconds)
+    row["sustained_ratio"] = row["useful_tflop"] / row["sustained_ms"] * 1e3 / matmul
 
 
 def bench_case(case: cases.Case, timer: Timer, backend: str, accum: str, matmul: float, copy: float) -> dict:
@@ -342,6 +372,8 @@ def print_row(row: dict) -> None:
         f"delta {row['copy_share']['delta']:.0%} clear+post {row['copy_share']['clear+postprocess']:.0%} of copy | "
         f"host {row['host_us']:.0f} us (add_ {row['add_us']:.0f}) peak {row['peak_bytes'] / 2**20:.0f} MiB"
     )
+    if "sustained_ms" in row:
+        print(f"{'':16} sustained {row['sustained_ms']:.3f} ms, ratio {row['sustained_ratio']:.3f}")
     for name, ms in row.get("peers_ms", {}).items():
         print(f"{'':16} {name} {ms:.3f} ms")
     sys.stdout.flush()
@@ -371,6 +403,7 @@ def main() -> int:
         help=f"time others too: comma-separated, of {', '.join(PEERS)}; without a list all",
     )  # fmt: skip
     parser.add_argument("--task-build", type=int, nargs="*", help="token counts to time the task build alone for")
+    parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS", help="also time at the power limit")
     parser.add_argument("--json", help="write everything to this file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -402,9 +435,16 @@ def main() -> int:
                 rows[-1]["peers_ms"] = bench_peers(case, timer, peers)
     builds = [bench_task_build(n, timer, backend) for n in arguments.task_build or []]
     matmul = max(before, matmul_tflops())
+    sustained = None
+    if arguments.sustained:  # last: it heats the card
+        sustained = sustained_matmul_tflops(arguments.sustained)
+        for row in rows:
+            bench_sustained(row, sustained, arguments.sustained)
     device = torch.cuda.get_device_name()
     void = "H200" in device and matmul < H200_MATMUL_FLOOR
     rates = f"matmul {matmul:.0f} TFLOP/s, copy {copy / 1000:.2f} TB/s{' VOID' if void else ''}"
+    if sustained:
+        rates += f", matmul after {arguments.sustained:g} s {sustained:.0f} TFLOP/s"
     print(f"{device}, torch {torch.__version__}: {rates}")
     for row in rows:
         row["ratio"] = row["useful_tflops"] / matmul
@@ -419,7 +459,8 @@ def main() -> int:
     if arguments.json:
         with open(arguments.json, "w") as file:
             run = {"device": device, "torch": torch.__version__, "matmul_tflops": matmul, "copy_gbytes_per_s": copy}
-            run |= {"void": void, "cases": rows, "stages": stage_rows, "task_builds": builds}
+            run |= {"void": void, "sustained_s": arguments.sustained, "sustained_matmul_tflops": sustained}
+            run |= {"cases": rows, "stages": stage_rows, "task_builds": builds}
             json.dump(run, file, indent=1)
     return 1 if void else 0
 

@@ -47,6 +47,10 @@ def _totals(row: dict) -> list:
     ]
 
 
+def _sustained(row: dict) -> list:
+    return [row["case"], row["dq_accum"], f"{row['sustained_ms']:.3f}", f"{row['sustained_ratio']:.3f}"]
+
+
 def _peers(row: dict, names: list[str]) -> list:
     times = row["peers_ms"]
     return [row["case"], f"{row['total_ms']:.3f}", *(f"{times[n]:.3f}" if n in times else "failed" for n in names)]
@@ -80,6 +84,13 @@ def markdown(run: dict, arguments: str) -> str:
             for row in run["cases"]
         ],
     )
+    if run.get("sustained_s"):
+        lines += [
+            f"After {run['sustained_s']:g} s of the same back to back, the card at its power limit, where a matmul "
+            f"runs at {run['sustained_matmul_tflops']:.0f} TFLOP/s:",
+            "",
+        ]
+        lines += _table(["case", "dq_accum", "ms", "of that matmul"], [_sustained(row) for row in run["cases"]])
     if run.get("task_builds"):
         lines += ["Task build of one document, Hq 64, Hkv 4, 16 blocks a token:", ""]
         builds = [[b["num_tokens"], b["tasks"], f"{b['ms']:.3f} ± {b['spread_ms']:.3f}"] for b in run["task_builds"]]

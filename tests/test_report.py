@@ -16,7 +16,7 @@ def _case(num_tokens: int, ms: float, ratio: float, peers: dict) -> dict:
         "case": f"T{num_tokens}", "backend": "sm90", "dq_accum": "bf16", "shape": [num_tokens, 64, 4, num_tokens],
         "edges": 12345, "tasks": 1600, "stage_ms": {"delta": 0.1, "main": 2.0}, "total_ms": ms, "spread_ms": 0.01, "host_us": 55.4, "add_us": 7.1,
         "useful_tflops": 512.3, "ratio": ratio, "outside_main": 0.115, "copy_share": {"delta": 0.86, "clear+postprocess": 0.9},
-        "peak_bytes": 169 * 2**20, "peers_ms": peers,
+        "peak_bytes": 169 * 2**20, "peers_ms": peers, "sustained_ms": 1.1 * ms, "sustained_ratio": 1.05 * ratio,
     }  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def run() -> dict:
         _case(8192, 2.25, 0.66, {"sdpa_cudnn": 5.62, "flex_attention": 11.9}),
     ]
     return {
-        "device": "NVIDIA H200", "torch": "2.11", "matmul_tflops": 788.0, "copy_gbytes_per_s": 4270.0, "void": False,
+        "device": "NVIDIA H200", "torch": "2.11", "matmul_tflops": 788.0, "copy_gbytes_per_s": 4270.0, "void": False, "sustained_s": 2.0, "sustained_matmul_tflops": 651.2,
         "cases": cases, "task_builds": [{"num_tokens": 16384, "tasks": 111872, "ms": 0.052, "spread_ms": 0.001}],
     }  # fmt: skip
 
@@ -48,6 +48,8 @@ def test_table(run, tmp_path):
         in lines
     )
     assert "| T8192 | bf16 | 0.100 | 2.000 | 11.5% | 86% | 90% |" in lines
+    assert "After 2 s of" in result.stdout and "where a matmul runs at 651 TFLOP/s" in result.stdout
+    assert "| T8192 | bf16 | 2.475 | 0.693 |" in lines
     assert "| 16384 | 111872 | 0.052 ± 0.001 |" in lines
     assert "| T4096 | 1.000 | 1.450 | failed |" in lines
     assert "Void" not in result.stdout

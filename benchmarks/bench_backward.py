@@ -73,9 +73,10 @@ def warm_ms(work: Callable[[], object], repeats: int) -> float:
 def sustained_ms(work: Callable[[], object], seconds: float) -> float:
     """Milliseconds of `work` after `seconds` of it back to back."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while True:
         ms = warm_ms(work, 20)
-    return ms
+        if time.monotonic() >= end:
+            return ms
 
 
 def matmul_operands() -> list[torch.Tensor]:
@@ -159,6 +160,17 @@ def make_data(case: cases.Case) -> cases.CaseData:
     )
 
 
+def make_outputs(data: cases.CaseData) -> list[torch.Tensor]:
+    """Of dq, dk and dv."""
+    return [torch.empty_like(x) for x in (data.q, data.k_aligned, data.v_aligned)]
+
+
+def backward_into(outputs: list[torch.Tensor], data: cases.CaseData, backend: str, accum: str) -> None:
+    """The whole backward, without allocating its outputs."""
+    dq, dk, dv = outputs
+    run_backward(*data.arguments(), backend=backend, dq_accum=accum, dq=dq, dk=dk, dv=dv)
+
+
 @contextlib.contextmanager
 def prepared_stages(arguments: Arguments, backend: str, accum: str) -> Iterator[Callable[[str], None]]:
     """A function that runs one stage on the one workspace, which a whole call has filled."""
@@ -180,7 +192,7 @@ def prepared_stages(arguments: Arguments, backend: str, accum: str) -> Iterator[
 def bench_stage(case: cases.Case, stage: str, timer: Timer, backend: str, accum: str) -> dict:
     """One stage alone: back to back, and with a cold L2 before each run."""
     data = make_data(case)
-    outputs = [torch.empty_like(x) for x in (data.q, data.k_aligned, data.v_aligned)]
+    outputs = make_outputs(data)
     with prepared_stages(Arguments(*data.arguments(), data.softmax_scale, *outputs), backend, accum) as run_stage:
         warm = warm_ms(lambda: run_stage(stage), timer.repeats)
         cold, spread = timer(lambda: run_stage(stage))
@@ -199,10 +211,8 @@ def bench_stage(case: cases.Case, stage: str, timer: Timer, backend: str, accum:
 def bench_sustained(row: dict, matmul: float, seconds: float) -> None:
     """Adds to a row of `bench_case` the time after `seconds` of the same, and its ratio to `matmul`, TFLOP/s."""
     data = make_data(cases.CASES[row["case"]])
-    outputs = {"dq": torch.empty_like(data.q), "dk": torch.empty_like(data.k_aligned)}
-    outputs["dv"] = torch.empty_like(outputs["dk"])
-    options = {"backend": row["backend"], "dq_accum": row["dq_accum"], **outputs}
-    row["sustained_ms"] = sustained_ms(lambda: run_backward(*data.arguments(), **options), seconds)
+    outputs = make_outputs(data)
+    row["sustained_ms"] = sustained_ms(lambda: backward_into(outputs, data, row["backend"], row["dq_accum"]), seconds)
     row["sustained_ratio"] = row["useful_tflop"] / row["sustained_ms"] * 1e3 / matmul
 
 
@@ -210,17 +220,11 @@ def bench_case(case: cases.Case, timer: Timer, backend: str, accum: str, matmul:
     data = make_data(case)
     schedule = data.schedule
     pairs = visible_pairs(data)
-    outputs = [torch.empty_like(data.q), torch.empty_like(data.k_aligned), torch.empty_like(data.v_aligned)]
-
-    def call():
-        return run_backward(
-            *data.arguments(), backend=backend, dq_accum=accum, dq=outputs[0], dk=outputs[1], dv=outputs[2]
-        )
-
+    outputs = make_outputs(data)
     torch.cuda.synchronize()
     base = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    total, spread = timer(call)
+    total, spread = timer(lambda: backward_into(outputs, data, backend, accum))
     peak = torch.cuda.max_memory_allocated() - base
     host_us = host_microseconds(lambda: run_backward(*data.arguments(), backend=backend, dq_accum=accum))
     one = torch.zeros(1, device="cuda")

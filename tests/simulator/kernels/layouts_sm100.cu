@@ -182,11 +182,8 @@ extern "C" __global__ void in_tensor_memory(const Element* a, const Element* b, 
 template <class Atom, Major kMajor>
 int run_loaded(const Element* a, const Element* b, float* out) {
   const auto global = [](const Element* data) {
-    if constexpr (kMajor == Major::K) {
-      return make_tensor(make_gmem_ptr(data), make_layout(Shape<_128, _64>{}, GenRowMajor{}));
-    } else {
-      return make_tensor(make_gmem_ptr(data), make_layout(Shape<_128, _64>{}, GenColMajor{}));
-    }
+    using Order = conditional_t<kMajor == Major::K, GenRowMajor, GenColMajor>;
+    return make_tensor(make_gmem_ptr(data), make_layout(Shape<_128, _64>{}, Order{}));
   };
   auto mma = Mma<128, kMajor>{};
   auto layout = UMMA::tile_to_mma_shape(Atom{}, partition_shape_A(mma, Shape<_128, _64>{}));

@@ -85,11 +85,8 @@ __global__ void __launch_bounds__(kThreads)
 template <class Atom, GMMA::Major kMajor>
 int run_loaded(const Element* a, const Element* b, float* out) {
   const auto global = [](const Element* data, auto shape) {
-    if constexpr (kMajor == GMMA::Major::K) {
-      return make_tensor(make_gmem_ptr(data), make_layout(shape, GenRowMajor{}));
-    } else {
-      return make_tensor(make_gmem_ptr(data), make_layout(shape, GenColMajor{}));
-    }
+    using Order = conditional_t<kMajor == GMMA::Major::K, GenRowMajor, GenColMajor>;
+    return make_tensor(make_gmem_ptr(data), make_layout(shape, Order{}));
   };
   auto tma_a = make_tma_copy(SM90_TMA_LOAD{}, global(a, ShapeA{}), tile_to_shape(Atom{}, ShapeA{}));
   auto tma_b = make_tma_copy(SM90_TMA_LOAD{}, global(b, ShapeB{}), tile_to_shape(Atom{}, ShapeB{}));

@@ -305,3 +305,142 @@ ret; }"""
     early = text.replace("FENCE", "fence.proxy.async.shared::cta;").replace("@%p1 cp.async.bulk.wait_group.read 0;", "")
     with pytest.raises(SimulationError, match="exit: the CTA exits while"):
         run(early, "late")
+
+
+# ---- streams and overlapping grids -----------------------------------------------------------------
+
+GRIDS = (
+    HEAD
+    + """
+.visible .entry count(.param .u64 total) {
+.reg .b32 %r<4>; .reg .b64 %rd<2>; .reg .pred %p1;
+ld.param.u64 %rd1, [total]; mov.u32 %r1, 0;
+LOOP: ld.volatile.global.u32 %r2, [%rd1]; add.u32 %r2, %r2, 1;
+bra STORE;
+STORE: st.volatile.global.u32 [%rd1], %r2;
+add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 8;
+@%p1 bra LOOP;
+ret; }
+
+.visible .entry first(.param .u64 flag, .param .u64 value) {
+.reg .b32 %r<4>; .reg .b64 %rd<3>; .reg .pred %p1;
+ld.param.u64 %rd1, [flag]; ld.param.u64 %rd2, [value];
+SIGNAL
+LOOP: ld.volatile.global.u32 %r1, [%rd1]; setp.eq.u32 %p1, %r1, 0;
+@%p1 bra LOOP;
+mov.u32 %r2, 7; st.global.u32 [%rd2], %r2;
+ret; }
+
+.visible .entry second(.param .u64 flag, .param .u64 value, .param .u64 out) {
+.reg .b32 %r<4>; .reg .b64 %rd<4>;
+ld.param.u64 %rd1, [flag]; ld.param.u64 %rd2, [value]; ld.param.u64 %rd3, [out];
+mov.u32 %r1, 1; st.volatile.global.u32 [%rd1], %r1;
+WAIT
+ld.global.u32 %r2, [%rd2]; st.global.u32 [%rd3], %r2;
+ret; }
+"""
+)
+
+
+def test_grids_of_two_streams_interleave():
+    """Eight increments each that are no atomics: all count when a grid runs after the other, some are lost beside it."""
+
+    def total(mode: str, seed: int, streams: tuple[int, int]) -> int:
+        simulator = Simulator("h200", mode=mode, seed=seed)
+        counter = simulator.array(np.zeros(1, np.uint32))
+        for stream in streams:
+            simulator.launch(GRIDS, "count", 1, 1, counter, stream=stream)
+        simulator.synchronize()
+        return int(counter[0])
+
+    assert total("eager", 0, (1, 2)) == 16
+    assert {total("random", seed, (1, 1)) for seed in range(10)} == {16}
+    assert len({total("random", seed, (1, 2)) for seed in range(20)}) >= 3
+
+
+def test_a_dependent_grid_overlaps_until_it_waits():
+    """`first` ends only after `second` has begun; what `first` stores is `second`'s only after its wait."""
+
+    def run(
+        mode: str, seed: int = 0, signal: str = "griddepcontrol.launch_dependents;", wait: str = "griddepcontrol.wait;"
+    ):
+        simulator = Simulator("h200", num_sms=1, mode=mode, seed=seed)
+        flag, value = simulator.array(np.zeros(1, np.uint32)), simulator.array(shape=(1,), dtype=np.uint32)
+        out = simulator.array(shape=(1,), dtype=np.uint32)
+        text = GRIDS.replace("SIGNAL", signal).replace("WAIT", wait)
+        simulator.launch(text, "first", 3, 1, flag, value, stream=1)
+        simulator.launch(text, "second", 1, 1, flag, value, out, stream=1, may_overlap=True)
+        simulator.synchronize()
+        return int(out[0])
+
+    for mode, seed in [("late", 0), *[("random", seed) for seed in range(8)]]:
+        assert run(mode, seed) == 7
+    with pytest.raises(SimulationError, match="deadlock"):  # nobody lets `second` start
+        run("late", signal="")
+    with pytest.raises(SimulationError, match="deadlock"):  # nothing overlaps
+        run("eager")
+    with pytest.raises(SimulationError, match="uninitialised"):
+        run("late", wait="")
+
+
+# ---- warpgroups ------------------------------------------------------------------------------------
+
+WGMMA = (
+    HEAD.replace("100a", "90a")
+    + """
+.visible .entry products(.param .u64 out, .param .u32 which) {
+.reg .pred %p<3>; .reg .b32 %r<9>; .reg .b64 %rd<9>; .reg .f32 %f<9>;
+.shared .align 1024 .b8 tile[4096];
+ld.param.u64 %rd1, [out]; ld.param.u32 %r7, [which];
+mov.u32 %r1, tile; mov.u32 %r2, %tid.x; mad.lo.u32 %r3, %r2, 4, %r1; mov.b32 %r4, 0x3F803F80;
+mov.u32 %r5, 0;
+FILL: st.shared.b32 [%r3], %r4; add.u32 %r3, %r3, 512; add.u32 %r5, %r5, 1; setp.lt.u32 %p1, %r5, 8;
+@%p1 bra FILL;
+fence.proxy.async.shared::cta;
+bar.sync 0;
+shr.u32 %r6, %r1, 4; cvt.u64.u32 %rd2, %r6; or.b64 %rd2, %rd2, 0x0000001000080000;
+shr.u32 %r8, %r2, 5; setp.eq.u32 %p2, %r8, %r7;
+wgmma.fence.sync.aligned;
+@%p2 bra OTHER;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1, %f2, %f3, %f4}, %rd2, %rd2, 0, 1, 1, 0, 0;
+bra BOTH;
+OTHER: BODY
+BOTH: wgmma.commit_group.sync.aligned;
+FIRST_WAIT
+add.f32 %f5, %f1, %f2;
+FENCE
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1, %f2, %f3, %f4}, %rd2, %rd2, 0, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+add.f32 %f5, %f5, %f4;
+mad.wide.u32 %rd3, %r2, 4, %rd1; st.global.f32 [%rd3], %f5;
+ret; }"""
+)
+
+
+@pytest.mark.parametrize("mode", ["eager", "late", "random"])
+def test_what_wgmma_asks_of_registers_and_warps(mode):
+    parts = {
+        "BODY": "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1, %f2, %f3, %f4}, %rd2, %rd2, 0, 1, 1, 0, 0;",
+        "FIRST_WAIT": "wgmma.wait_group.sync.aligned 0;",
+        "FENCE": "wgmma.fence.sync.aligned;",
+    }
+
+    def run(which: int = 9, **changed: str) -> np.ndarray:
+        text = WGMMA
+        for name, line in {**parts, **changed}.items():
+            text = text.replace(name, line)
+        simulator = Simulator("h200", num_sms=1, mode=mode)
+        out = simulator.array(shape=(128,), dtype=np.float32)
+        simulator.launch(text, "products", 1, 128, out, which)
+        return out
+
+    assert (run() == 48).all()
+    with pytest.raises(SimulationError, match="accesses registers of the wgmma of line 19 without wgmma.wait_group"):
+        run(FIRST_WAIT="")
+    with pytest.raises(SimulationError, match="registers accessed after the last wgmma.fence"):
+        run(FENCE="")
+    with pytest.raises(SimulationError, match="of a warpgroup execute different wgmma"):
+        run(which=2)
+    with pytest.raises(SimulationError, match="illegal: warps"):
+        run(which=1, BODY="")

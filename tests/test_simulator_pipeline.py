@@ -1,12 +1,12 @@
 """msa_ext's own kernels, from its own library, in the simulator."""
 
 import importlib.util
-import random
 import shutil
 from pathlib import Path
 
 import pytest
 from simulator import fatbin, pipeline
+from simulator.machine import Machine
 from simulator.streams import Streams
 
 import cases
@@ -54,7 +54,7 @@ def test_a_missing_wait_for_the_overlapped_grid_shows_to_the_adversary(h200):
 def test_streams_keep_their_order_and_wait_for_events():
     def order(mode: str, seed: int = 0) -> str:
         done = []
-        streams = Streams(mode, random.Random(seed))
+        streams = Streams(Machine(num_sms=1, mode=mode, seed=seed))
         for stream, name in ((0, "a"), (7, "x"), (0, "b")):
             streams.push(stream, lambda name=name: done.append(name))
         streams.record(0, 1)

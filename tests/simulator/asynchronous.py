@@ -443,20 +443,24 @@ def _build_wgmma(program, x: Instruction):
     transposed_b = bool(rest[-1]) if len(rest) > 2 else False
     rows, columns = layouts.wgmma_accumulator(n)
     a_rows, a_columns = layouts.wgmma_a_fragment()
+    registers = sum(program.wgmma_registers[i] for i in {*d, *(a_indices or [])})
 
     def mma(w, R, m):
         if m is not None:
             w.report("illegal", "wgmma in a diverged warp")
         accumulate = bool(scale_d(w, R)[0])
-        _check_fenced(w, R, (a_indices or []) + (d if accumulate else []), d)
+        _check_fenced(w, R, (a_indices or []) + (d if accumulate else []), d, registers)
+        b_at = _uniform(w, b_descriptor(w, R))
+        a_at = None if a_registers else _uniform(w, a_descriptor(w, R))
+        w.cta.execute_together(w, "wgmma", (x.line, a_at, b_at, accumulate))
         try:
-            b_offsets, b_granules = _operand(int(b_descriptor(w, R)[0]), n, 16, transposed_b, None, w)
+            b_offsets, b_granules = _operand(b_at, n, 16, transposed_b, None, w)
             if a_registers:
                 a_offsets = None
                 fragment = [R[i] for i in a_indices]
                 granules = b_granules
             else:
-                a_offsets, a_granules = _operand(int(a_descriptor(w, R)[0]), 64, 16, transposed_a, w.index % 4, w)
+                a_offsets, a_granules = _operand(a_at, 64, 16, transposed_a, w.index % 4, w)
                 granules = np.concatenate([a_granules, b_granules])
         except LayoutError as error:
             _report_layout(w, error, x.line)
@@ -488,11 +492,17 @@ def _build_wgmma(program, x: Instruction):
                 result = result + old.view(F32)
             block[:] = result.astype(F32).view(U32)
 
-        op = _issue(w, ("wgmma", w.cta.index, w.index), "a wgmma", x.line, [_guarded(w, x.line, act)])
-        op.agent, op.epoch = agent, epoch
+        op = _issue(w, ("wgmma", w), "a wgmma", x.line, [_guarded(w, x.line, act)])
+        op.agent, op.epoch, op.registers = agent, epoch, registers
         w.wgmma_open.append(op)
 
     return mma
+
+
+def _uniform(w, descriptor: np.ndarray) -> int:
+    if (descriptor != descriptor[0]).any():
+        w.report("illegal", "wgmma with a descriptor that differs between the lanes of a warp")
+    return int(descriptor[0])
 
 
 def _accumulator(w, R: list, indices: list[int]) -> np.ndarray:
@@ -526,12 +536,19 @@ def _operand(descriptor: int, mn: int, k: int, mn_major: bool, quarter: int | No
 
 def _wgmma_fence(w, R, m) -> None:
     w.wgmma_fenced = list(R)  # registers are immutable arrays: a changed one is another object
+    w.wgmma_touched = 0
 
 
-def _check_fenced(w, R: list, read: list[int], accumulators: list[int]) -> None:
-    """9.7.15.7.1: a fence after the last write of A's and the accumulator's registers, other than by wgmma itself."""
+def _check_fenced(w, R: list, read: list[int], accumulators: list[int], registers: int) -> None:
+    """9.7.15.7.1: a fence after the last access to A's and the accumulator's registers, other than by wgmma itself.
+
+    Values tell a write from elsewhere that reached a register through moves.
+    """
     if w.wgmma_fenced is None:
         w.report("race", "wgmma without wgmma.fence before it")
+        return
+    if w.wgmma_touched & registers:
+        w.report("race", "wgmma of registers accessed after the last wgmma.fence")
         return
     known = w.fragments.get(accumulators[0])
     for i in read:

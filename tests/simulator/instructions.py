@@ -1255,17 +1255,7 @@ def build_setmaxnreg(program, x: Instruction):
             w.report("illegal", f"setmaxnreg {wanted}: expected a multiple of 8 in [24, 256]")
         if (wanted < w.register_count) if increase else (wanted > w.register_count):
             w.report("illegal", f"setmaxnreg.{x.parts[1]} to {wanted} with {w.register_count} registers")
-        group = w.index // 4
-        chosen = w.cta.__dict__.setdefault("setmaxnreg_lines", {}).setdefault(group, {})
-        for other, lines in chosen.items():
-            mine = chosen.get(w.index, [])
-            if other != w.index and len(lines) > len(mine) and lines[len(mine)] != x.line:
-                w.report(
-                    "illegal",
-                    f"warps {other} and {w.index} of a warpgroup execute setmaxnreg at lines {lines[len(mine)]} and "
-                    f"{x.line}: all four must execute the same one",
-                )
-        chosen.setdefault(w.index, []).append(x.line)
+        w.cta.execute_together(w, "setmaxnreg", x.line)
         w.cta.register_pool -= (wanted - w.register_count) * LANES
         w.register_count = wanted
         w.machine.progress += 1
@@ -1332,17 +1322,21 @@ def _nothing(program, x: Instruction):
 
 
 def build_griddepcontrol(program, x: Instruction):
-    """`wait` is taken note of (see streams.Streams.push); nothing but the end of the thread may follow it."""
-    if "wait" not in x.parts:
+    if "wait" in x.parts:
         return lambda w, R, m: None
-    rest = program.kernel.instructions[program.kernel.instructions.index(x) + 1 :]
-    if any(y.opcode not in ("ret", "exit") for y in rest):
-        raise PtxError(f"{program.name}, line {x.line}: work after griddepcontrol.wait is not modelled")
+    return lambda w, R, m: w.cta.let_next_start()
 
-    def wait(w, R, m):
-        w.machine.waited_for_grid = True
 
-    return wait
+def gate_griddepcontrol(program, x: Instruction):
+    """wait: until the grid before, if this one overlaps it, and its memory operations are over (9.7.13.13)."""
+
+    def gate(w, R, m):
+        before = w.cta.launch.overlapped
+        if before is None or before.done:
+            return None
+        return Wait("the grid before it", lambda: before.done)
+
+    return gate
 
 
 def build_fence(program, x: Instruction):
@@ -1452,6 +1446,8 @@ def is_gated(x: Instruction) -> bool:
         return parts[1] == "try_wait"
     if op == "cp":
         return "wait_group" in parts or "wait_all" in parts
+    if op == "griddepcontrol":
+        return "wait" in parts
     return op in ("shfl", "vote", "match", "redux", "elect", "setmaxnreg", "wgmma", "tcgen05", "ldmatrix", "stmatrix")
 
 
@@ -1485,6 +1481,8 @@ def _gate(program, x: Instruction):
         return gate_mbarrier(program, x)
     if op == "setmaxnreg":
         return gate_setmaxnreg(program, x)
+    if op == "griddepcontrol":
+        return gate_griddepcontrol(program, x)
     if op in asynchronous.OPCODES:
         return asynchronous.gate(program, x)
     if op in _CONVERGE_MASK:

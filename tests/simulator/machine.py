@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -173,9 +174,10 @@ class Engine:
         while not op.done:
             self._advance(key)
 
-    def drain(self) -> None:
-        while self.step():
-            pass
+    def drain(self, launch: Launch) -> None:
+        """Runs what is in flight of a grid."""
+        while keys := [k for k, queue in self.queues.items() if queue[0].cta.launch is launch]:
+            self._advance(keys[0] if self.mode == "late" else self.rng.choice(keys))
 
 
 @dataclass(eq=False)
@@ -202,10 +204,12 @@ class Warp:
         self.wgmma_open: list[AsyncOp] = []
         self.wgmma_groups: list[list[AsyncOp]] = []
         self.wgmma_fenced: list | None = None  # the registers at the last wgmma.fence
+        self.wgmma_touched = 0  # those that other instructions accessed since, as bits of Program.wgmma_registers
         self.tensor_ops: dict[str, list[AsyncOp]] = {"ld": [], "st": []}
         self.tensor_in_order: set[int] = set()
         self.tensor_last: dict[int, AsyncOp] = {}  # the last MMA of every agent
         self.fragments: dict[int, tuple] = {}
+        self.executed: Counter = Counter()  # see Cta.execute_together
         self.register_count = cta.launch_registers
         self.local = None
         thread = index * LANES + np.arange(LANES)
@@ -222,6 +226,14 @@ class Warp:
 
     def report(self, check: str, text: str, line: int | None = None) -> None:
         self.machine.report(Report(check, text, self.cta.program.name, line or self.line, self.cta.index, self.index))
+
+    def touch_wgmma(self, registers: int, line: int) -> None:
+        """Registers of wgmma (bits of Program.wgmma_registers) are accessed by other instructions, from `line` on."""
+        self.wgmma_touched |= registers
+        for op in (op for group in (*self.wgmma_groups, self.wgmma_open) for op in group):
+            if op.registers & registers:
+                self.report("race", f"accesses registers of the wgmma of line {op.line} without wgmma.wait_group", line)
+                return
 
     # ---- control flow
 
@@ -321,9 +333,37 @@ class Cta:
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.warps = [Warp(self, i, threads) for i in range(num_warps)]
+        self.signalled = False
         self.in_flight: list[AsyncOp] = []
         self.in_flight_limit = 64
         self.tensor = None  # tensor.TensorMemory
+        self._together: dict[tuple, list] = {}  # see execute_together
+
+    def execute_together(self, warp: Warp, what: str, key: object) -> None:
+        """The warps of a warpgroup execute the same instructions of kind `what`: `key` tells one from another."""
+        number = warp.executed[what]
+        warp.executed[what] += 1
+        first = self._together.setdefault((what, warp.index // 4, number), [key, warp.index, warp.line, 0])
+        if first[0] != key:
+            warp.report(
+                "illegal",
+                f"warps {first[1]} (line {first[2]}) and {warp.index} of a warpgroup execute different {what}: all four "
+                "must execute the same one, with the same operands",
+            )
+        first[3] += 1
+        if first[3] == len(self.warps[warp.index // 4 * 4 :][:4]):
+            del self._together[what, warp.index // 4, number]
+
+    def check_together(self) -> None:
+        """What some warps of a warpgroup executed before the CTA's end, and others did not."""
+        for (what, group, _), (_, index, line, count) in self._together.items():
+            self.warps[index].report("illegal", f"{count} of the warps of warpgroup {group} executed this {what}", line)
+
+    def let_next_start(self) -> None:
+        """griddepcontrol.launch_dependents by a thread, or the CTA's end."""
+        if not self.signalled:
+            self.signalled = True
+            self.launch.signalled += 1
 
     def named_barrier(self, number: int) -> NamedBarrier:
         if number not in self.named:
@@ -341,8 +381,10 @@ class Cta:
         return (first[:, None] + np.arange(size // GRANULE)).ravel()
 
 
-@dataclass
+@dataclass(eq=False)
 class Launch:
+    """A grid, and how far its execution has come."""
+
     program: object
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -350,6 +392,18 @@ class Launch:
     parameters: object  # memory.Region
     cooperative: bool = False
     registers: int = 0  # a thread, at launch; 0: not known
+    on_end: Callable[[], None] = lambda: None
+    limit: int = 0  # resident CTAs
+    resident: list[Cta] = field(default_factory=list)
+    started: int = 0  # CTAs
+    signalled: int = 0  # CTAs that let the next grid start
+    overlapped: Launch | None = None
+    instructions: int = 0
+    done: bool = False
+
+    @property
+    def lets_next_start(self) -> bool:
+        return any("launch_dependents" in x.parts for x in self.program.kernel.instructions)
 
     @property
     def threads(self) -> int:
@@ -399,7 +453,8 @@ class Machine:
             self.checks[name] = severity
         self.memory = memory.GlobalMemory()
         self.engine = Engine(mode, self.rng)
-        self.waited_for_grid = False  # griddepcontrol.wait was executed
+        self.active: list[Launch] = []  # oldest first
+        self.idle_rounds, self.last_progress = 0, -1
         self.reports: list[Report] = []
         self.progress = 0  # stores, arrivals, barriers: what a spinning warp may wait for
         self.profile: Profile | None = None
@@ -418,16 +473,17 @@ class Machine:
 
     def count(self, block, warp: Warp) -> None:
         self.instructions += block.size
+        warp.cta.launch.instructions += block.size
         if self.profile is not None:
             self.profile.blocks[block, warp.index] += 1
 
     # ---- running
 
-    def run(self, launch: Launch) -> None:
-        """Runs a grid to its end.
+    def start(self, launch: Launch, overlapped: Launch | None = None) -> None:
+        """Makes a grid active, beside an `overlapped` one that its griddepcontrol.wait waits for.
 
         Raises:
-            SimulationError: a check of severity error fired.
+            SimulationError: it does not fit.
         """
         program = launch.program
         if launch.threads > (program.kernel.max_threads or 1024):
@@ -441,49 +497,76 @@ class Machine:
             raise SimulationError(f"{program.name}: {registers} registers a CTA, more than {REGISTER_FILE}")
         by_registers = REGISTER_FILE // registers if registers else 32
         per_sm = max(1, min(2048 // padded, 233472 // (shared + 1024), by_registers, 32))
-        limit = per_sm * self.num_sms
-        if launch.cooperative and launch.ctas > limit:
-            raise SimulationError(f"{program.name}: a cooperative grid of {launch.ctas} CTAs, {limit} fit")
-        with np.errstate(all="ignore"):
-            self._run(launch, limit)
+        launch.limit, launch.overlapped = per_sm * self.num_sms, overlapped
+        if launch.cooperative and launch.ctas > launch.limit:
+            raise SimulationError(f"{program.name}: a cooperative grid of {launch.ctas} CTAs, {launch.limit} fit")
+        self.active.append(launch)
 
-    def _run(self, launch: Launch, limit: int) -> None:
-        waiting = iter(range(launch.ctas))
-        resident: list[Cta] = []
-        idle_rounds, last_progress = 0, -1
-        rng, engine = self.rng, self.engine
-        while True:
-            while len(resident) < limit:
-                index = next(waiting, None)
-                if index is None:
+    def abort(self) -> None:
+        """Forgets the active grids."""
+        for launch in self.active:
+            launch.on_end()
+        self.active.clear()
+        self.engine.queues.clear()
+
+    def round(self) -> None:
+        """A pass over the CTAs of one active grid: of the youngest that can run, or in mode random of any."""
+        engine = self.engine
+        order = self.rng.sample(self.active, len(self.active)) if self.mode == "random" else self.active[::-1]
+        ran, steps = False, engine.steps
+        with np.errstate(all="ignore"):
+            for launch in order:
+                ran |= self._pass(launch)
+                if ran and self.idle_rounds <= 20:
                     break
-                resident.append(Cta(self, launch, index))
-            if not resident:
-                break
-            ran, steps = False, engine.steps
-            for cta in list(resident):
-                warps = [w for w in cta.warps if w.groups]
-                if self.mode != "eager" or rng.random() < 0.1:
-                    rng.shuffle(warps)
-                for warp in warps:
-                    ran |= self._slice(warp)
-                    if self.mode == "random" and engine.queues and rng.random() < 0.3:
-                        engine.step()
-                if not any(w.groups for w in cta.warps):
-                    self._exit(cta)
-                    resident.remove(cta)
-                    self.progress += 1
             ran |= engine.steps != steps
-            if self.progress != last_progress:
-                last_progress, idle_rounds = self.progress, 0
+            if self.progress != self.last_progress:
+                self.last_progress, self.idle_rounds = self.progress, 0
             else:
-                idle_rounds += 1
-            if not ran or idle_rounds > 20:
+                self.idle_rounds += 1
+            if not ran or self.idle_rounds > 20:
                 if engine.step():
-                    idle_rounds = 0
-                elif not ran or idle_rounds > 3000:
-                    self._deadlock(resident)
-        engine.drain()
+                    self.idle_rounds = 0
+                elif not ran or self.idle_rounds > 3000:
+                    self._deadlock([cta for launch in self.active for cta in launch.resident])
+
+    def _fill(self, launch: Launch) -> None:
+        """Makes CTAs resident, as many as the grids beside it leave room for; of a cooperative grid all at once.
+
+        A grid that overlaps this one takes no room: on the chip it would start when all CTAs of this one have.
+        """
+        others = sum(len(x.resident) / x.limit for x in self.active if x is not launch and x.overlapped is not launch)
+        room = int((1 - others) * launch.limit + 1e-6) - len(launch.resident)
+        left = launch.ctas - launch.started
+        if launch.cooperative and room < left:
+            return
+        for _ in range(min(room, left)):
+            launch.resident.append(Cta(self, launch, launch.started))
+            launch.started += 1
+
+    def _pass(self, launch: Launch) -> bool:
+        """Some blocks of every warp of a grid's CTAs; whether there was one that could run."""
+        self._fill(launch)
+        ran, rng, engine = False, self.rng, self.engine
+        for cta in list(launch.resident):
+            warps = [w for w in cta.warps if w.groups]
+            if self.mode != "eager" or rng.random() < 0.1:
+                rng.shuffle(warps)
+            for warp in warps:
+                ran |= self._slice(warp)
+                if self.mode == "random" and engine.queues and rng.random() < 0.3:
+                    engine.step()
+            if not any(w.groups for w in cta.warps):
+                self._exit(cta)
+                launch.resident.remove(cta)
+                self.progress += 1
+        if not launch.resident and launch.started == launch.ctas:
+            engine.drain(launch)
+            launch.done = ran = True
+            self.active.remove(launch)
+            launch.on_end()
+            self.progress += 1
+        return ran
 
     def _slice(self, warp: Warp) -> bool:
         """A few basic blocks of one warp."""
@@ -499,12 +582,14 @@ class Machine:
         return ran
 
     def _exit(self, cta: Cta) -> None:
+        cta.let_next_start()
         cta.in_flight = [op for op in cta.in_flight if not op.done]
         for op in cta.in_flight:
             if op.finished == 0:  # still to read or write the CTA's shared memory
                 cta.warps[op.warp].report(
                     "exit", f"the CTA exits while {op.text} still uses its shared memory", op.line
                 )
+        cta.check_together()
         if cta.tensor is not None and cta.tensor.owner.any():
             cta.warps[0].report("exit", "the CTA exits with tensor memory allocated")
         for address, barrier in cta.mbarriers.items():

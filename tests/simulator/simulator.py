@@ -109,7 +109,7 @@ class Simulator:
         self.name, self.major, self.minor, sms = DEVICES[device]
         self.num_devices = num_devices
         self.machine = Machine(num_sms=num_sms or sms, mode=mode, seed=seed, mma_order=mma_order, checks=checks)
-        self.streams = Streams(mode, self.machine.rng)
+        self.streams = Streams(self.machine)
         self.launches: list[tuple[str, tuple[int, int, int], float]] = []
         self._buffers: dict[int, np.ndarray] = {}
         self._modules: dict[object, Module] = {}
@@ -171,18 +171,27 @@ class Simulator:
         return self._modules[key]
 
     def launch(
-        self, module: Module | str, kernel: str, grid, block, *arguments, shared_bytes: int = 0, registers: int = 0
+        self,
+        module: Module | str,
+        kernel: str,
+        grid,
+        block,
+        *arguments,
+        shared_bytes: int = 0,
+        registers: int = 0,
+        stream: int | None = None,
+        may_overlap: bool = False,
     ) -> None:
-        """Runs one kernel of a module or PTX text to its end.
+        """Runs one kernel of a module or PTX text to its end, or enqueues it in a stream until `synchronize`.
 
         `arguments` are device arrays (passed as addresses), Python ints and floats (converted to the parameter's
         size), or bytes. `registers`: of a thread at launch; 0: the register file divided by the threads, at most 255.
+        `may_overlap`: the grid before it in its stream, by programmatic dependent launch.
 
         Raises:
             SimulationError: a check of severity error fired.
             PtxError: the kernel has something that is not modelled.
         """
-        self.streams.flush()
         if isinstance(module, str):
             module = self.load(module)
         program = module.program(kernel)
@@ -199,7 +208,12 @@ class Simulator:
             if len(value) != parameter.bytes:
                 raise TypeError(f"{kernel}: expected {parameter.bytes} bytes for {parameter.name}, got {len(value)}")
             data[parameter.offset : parameter.offset + parameter.bytes] = value
-        self._run(program, grid, block, shared_bytes, bytes(data), False, registers)
+        if stream is None:
+            self.streams.flush()
+        launch = self._make_launch(program, grid, block, shared_bytes, bytes(data), registers)
+        self.streams.launch(stream or 0, launch, may_overlap=may_overlap)
+        if stream is None:
+            self.streams.flush()
 
     def tensor_map(self, array: np.ndarray, box: tuple[int, ...], *, swizzle: int = 0, kind: str = "bf16") -> bytes:
         """128 bytes describing a C-contiguous array, box and sizes innermost first, as the driver would make them."""
@@ -211,11 +225,9 @@ class Simulator:
             codes[kind], array.ndim, array.ctypes.data, sizes, strides, box, (1,) * array.ndim, 0, mode, 0
         )
 
-    def _run(
-        self, program: Program, grid, block, shared_bytes: int, parameters: bytes, cooperative: bool, registers: int
-    ) -> bool:
-        """Runs a grid; returns whether it waited for the one before (griddepcontrol.wait)."""
-
+    def _make_launch(
+        self, program: Program, grid, block, shared_bytes: int, parameters: bytes, registers: int, cooperative=False
+    ) -> _Launch:
         def three(x):
             return (x, 1, 1) if isinstance(x, int) else (*x, 1, 1)[:3]
 
@@ -227,18 +239,15 @@ class Simulator:
         launch.parameter_base, launch.parameter_cache = np.uint64(address), {}
         if cooperative:
             launch.grid_workspace = self.allocate(64, bytes(64), name="cooperative grid workspace")
-        before = self.machine.instructions
-        self.machine.waited_for_grid = False
-        try:
-            self.machine.run(launch)
-        finally:
-            self.machine.memory.unregister(region)
-            self._buffers.pop(address)
+
+        def ended():
+            self.free(address)
             if cooperative:
                 self.free(launch.grid_workspace)
-            self.machine.engine.queues.clear()
-        self.launches.append((program.name, launch.grid, self.machine.instructions - before))
-        return self.machine.waited_for_grid
+            self.launches.append((program.name, launch.grid, launch.instructions))
+
+        launch.on_end = ended
+        return launch
 
     # ---- msa_ext
 
@@ -382,12 +391,8 @@ class Simulator:
                 value = ctypes.string_at(arguments[i], parameter.bytes)
                 data[parameter.offset : parameter.offset + parameter.bytes] = value
             grid, block = tuple(sizes[0:3]), tuple(sizes[3:6])
-            self.streams.push(
-                stream or 0,
-                lambda: self._run(program, grid, block, shared_bytes, bytes(data), bool(cooperative), registers),
-                lets_next_start=any("launch_dependents" in x.parts for x in program.kernel.instructions),
-                may_overtake=bool(overlap),
-            )
+            launch = self._make_launch(program, grid, block, shared_bytes, bytes(data), registers, bool(cooperative))
+            self.streams.launch(stream or 0, launch, may_overlap=bool(overlap))
         except (SimulationError, PtxError, memory.MemoryFault, KeyError, ValueError) as error:
             return self._fail(error)
         except BaseException as error:  # an exception cannot cross the C frames

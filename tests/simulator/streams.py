@@ -2,47 +2,77 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .machine import Launch, Machine
+
 
 @dataclass(eq=False)
 class _Item:
-    """Work of a stream, or a mark in it; it waits for `after` in another stream."""
+    """A launch, a function that is done at once, or a mark in a stream."""
 
     number: int  # in the order of the host's calls
-    run: Callable[[], bool | None] | None = None
-    after: _Item | None = None
-    lets_next_start: bool = False
-    may_overtake: bool = False
-    done: bool = False
+    before: _Item | None  # in its stream
+    run: Callable[[], None] | None = None
+    launch: Launch | None = None
+    may_overlap: bool = False
+    early: bool = False
+    event: _Item | None = None  # of another stream, to wait for
+    started: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.started and (self.launch is None or self.launch.done)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it starts beside the launch before it."""
+        return self.before is not None and not self.before.done
+
+    def ready(self) -> bool:
+        if self.event is not None and not self.event.done:
+            return False
+        if not self.overlaps:
+            return True
+        before = self.before.launch
+        if not self.may_overlap or not self.before.started or before is None:
+            return False
+        return before.lets_next_start if self.early else before.signalled == before.ctas
 
 
 class Streams:
-    """A queue a stream, each in order; between streams only events order. Grids of two streams do not overlap."""
+    """A queue a stream, each in order; between streams only events order."""
 
-    def __init__(self, mode: str, rng: random.Random):
-        self._mode, self._rng = mode, rng
+    def __init__(self, machine: Machine):
+        self._machine = machine
         self._queues: dict[int, deque[_Item]] = {}
+        self._last: dict[int, _Item] = {}
         self._events: dict[int, _Item] = {}
         self._issued = 0
 
     def _append(self, stream: int, **what) -> _Item:
         self._issued += 1
-        item = _Item(self._issued, **what)
+        item = self._last[stream] = _Item(self._issued, self._last.get(stream), **what)
         self._queues.setdefault(stream, deque()).append(item)
         return item
 
-    def push(self, stream: int, run: Callable[[], bool | None], *, lets_next_start=False, may_overtake=False) -> None:
-        """Enqueues work.
+    def push(self, stream: int, run: Callable[[], None]) -> None:
+        """Enqueues a function."""
+        self._append(stream, run=run)
 
-        Programmatic dependent launch: a grid that `may_overtake` one that `lets_next_start` runs beside it; here, as
-        the adversary likes, after it or before it. If `run` says that it waited for the grid before, the two are over
-        before what follows; else only the later one is.
+    def launch(self, stream: int, launch: Launch, *, may_overlap: bool = False) -> None:
+        """Enqueues a grid.
+
+        Programmatic dependent launch: one that `may_overlap` starts when every CTA of the one before it has executed
+        griddepcontrol.launch_dependents or is over, and waits for it at griddepcontrol.wait. Before that instruction the
+        earlier grid's stores need not be visible, which starting it even earlier stands for: always in mode late, by
+        chance in mode random.
         """
-        self._append(stream, run=run, lets_next_start=lets_next_start, may_overtake=may_overtake)
+        machine = self._machine
+        early = machine.mode == "late" or (machine.mode == "random" and machine.rng.random() < 0.5)
+        self._append(stream, launch=launch, may_overlap=may_overlap, early=early)
 
     def record(self, stream: int, event: int) -> None:
         """The event is what is in the stream now."""
@@ -51,41 +81,50 @@ class Streams:
     def wait(self, stream: int, event: int) -> None:
         """What comes in the stream waits for the event's last record; an event never recorded is over."""
         if event in self._events:
-            self._append(stream, after=self._events[event])
+            self._append(stream, event=self._events[event])
 
     def clear(self) -> None:
         """Forgets what is not done yet."""
+        self._machine.abort()
         self._queues.clear()
+        self._last.clear()
 
-    def _overtakes(self) -> bool:
-        return self._mode == "late" or (self._mode == "random" and self._rng.random() < 0.5)
+    def _choose(self) -> int | None:
+        """The stream whose first item starts now.
+
+        Eager: as issued, when nothing runs. Late: all that may, the stream used last first. Random: any, at any time.
+        """
+        mode, rng, running = self._machine.mode, self._machine.rng, bool(self._machine.active)
+        ready = [s for s, q in self._queues.items() if q[0].ready()]
+        if not ready or (running and (mode == "eager" or (mode == "random" and rng.random() < 0.9))):
+            return None
+        if mode == "random":
+            return rng.choice(ready)
+        if mode == "late":
+            return max(ready, key=lambda s: self._queues[s][-1].number)
+        return min(ready, key=lambda s: self._queues[s][0].number)
+
+    def _start(self, stream: int) -> None:
+        queue = self._queues[stream]
+        item = queue.popleft()
+        if not queue:
+            del self._queues[stream]
+        if item.run is not None:
+            item.run()
+        if item.launch is not None:
+            self._machine.start(item.launch, item.before.launch if item.overlaps else None)
+        item.started, item.before = True, None
 
     def flush(self) -> None:
-        """Does everything: as issued (eager), from the stream that was used last (late), or at random."""
+        """Does everything."""
         try:
-            while self._queues:
-                ready = [s for s, q in self._queues.items() if q[0].after is None or q[0].after.done]
-                if self._mode == "random":
-                    chosen = self._rng.choice(ready)
-                elif self._mode == "late":
-                    chosen = max(ready, key=lambda s: self._queues[s][-1].number)
+            while self._queues or self._machine.active:
+                stream = self._choose()
+                if stream is not None:
+                    self._start(stream)
                 else:
-                    chosen = min(ready, key=lambda s: self._queues[s][0].number)
-                queue = self._queues[chosen]
-                item = queue.popleft()
-                if queue and item.lets_next_start and queue[0].may_overtake and self._overtakes():
-                    overtaken, item = item, queue.popleft()
-                    waited = item.run()
-                    item.done = True
-                    if not waited:
-                        queue = self._queues[-overtaken.number] = deque()
-                    queue.appendleft(overtaken)
-                else:
-                    if item.run is not None:
-                        item.run()
-                    item.done = True
-                for stream in [s for s, q in self._queues.items() if not q]:
-                    del self._queues[stream]
+                    self._machine.round()
         except BaseException:
             self.clear()
             raise
+        self._last.clear()

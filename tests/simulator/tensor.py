@@ -347,7 +347,7 @@ def _build_transfer(program, x: Instruction):
             def act():
                 block[:] = memory.by_column[at]
 
-        op = _issue(w, (f"tcgen05.{kind}", w.cta.index, w.index), f"tcgen05.{kind}", x.line, act)
+        op = _issue(w, (f"tcgen05.{kind}", w), f"tcgen05.{kind}", x.line, act)
         op.agent, op.epoch = agent, epoch
         w.tensor_ops[kind].append(op)
 
@@ -497,7 +497,7 @@ def _build_mma(program, x: Instruction):
                 result = np.where(off, np.ascontiguousarray(target).reshape(rows, n), result)
             target[:] = result.reshape(target.shape)
 
-        op = _issue(w, ("tcgen05.mma", w.cta.index, w.index, agent), "tcgen05.mma", x.line, act)
+        op = _issue(w, ("tcgen05.mma", w, agent), "tcgen05.mma", x.line, act)
         op.agent, op.epoch = agent, epoch
         op.known = known.copy()
         w.tensor_last[agent] = op
@@ -529,7 +529,7 @@ def _build_commit(program, x: Instruction):
 
         def act():
             for op in earlier:
-                w.machine.engine.finish(("tcgen05.mma", w.cta.index, w.index, op.agent), op)
+                w.machine.engine.finish(("tcgen05.mma", w, op.agent), op)
             if barrier.pending < 1:
                 w.report("barrier", f"tcgen05.commit arrives at mbarrier {address:#x}, complete already", x.line)
             barrier.join(token)
@@ -537,6 +537,6 @@ def _build_commit(program, x: Instruction):
             barrier.settle()
             w.machine.progress += 1
 
-        _issue(w, ("tcgen05.commit", w.cta.index, w.index), "tcgen05.commit", x.line, act)
+        _issue(w, ("tcgen05.commit", w), "tcgen05.commit", x.line, act)
 
     return commit

@@ -99,6 +99,17 @@ class Program:
         for size, kind in UNSIGNED.items():
             poison[size] = np.full(LANES, int.from_bytes(b"\xcb" * size, "little"), kind)
         self.initial_registers = [poison[r.bytes] for r in kernel.registers]
+        self.wgmma_registers = {  # a bit each: accumulators and fragments of A
+            r.index: 1 << n
+            for n, r in enumerate(
+                r
+                for x in kernel.instructions
+                if x.parts[:2] == ["wgmma", "mma_async"]
+                for operand in x.operands[:2]
+                if isinstance(operand, Vector)
+                for r in operand.items
+            )
+        }
         self.blocks: list[Block] = []
         self._translate()
 
@@ -142,13 +153,30 @@ class _Emitter:
     def compile(self):
         last = self.number + 1 if self.number + 1 < len(self.program.blocks) else -1
         ended = False
+        touched = self.wgmma_registers_touched()
         for instruction in self.part:
+            if touched and instruction.parts[0] != "wgmma":
+                self.lines.append(f"w.touch_wgmma({touched}, {instruction.line})")
+                touched = 0
             ended = self.instruction(instruction)
         if not ended:
             self.lines.append(f"return {last}")
         text = "def block(w, R, m):\n" + "\n".join("    " + x for x in self.lines)
         exec(compile(text, f"<{self.program.name[:60]} block {self.number}>", "exec"), self.names)
         return self.names["block"]
+
+    def wgmma_registers_touched(self) -> int:
+        """Bits of the registers of wgmma that other instructions access; moves between registers are not accesses."""
+        bits, touched = self.program.wgmma_registers, 0
+        for x in self.part if bits else ():
+            if x.parts[0] == "wgmma" or (x.parts[0] == "mov" and isinstance(x.operands[1], Register)):
+                continue
+            for operand in x.operands:
+                for r in operand.items if isinstance(operand, Vector) else (operand,):
+                    r = r.base if isinstance(r, Address) else r
+                    if isinstance(r, Register):
+                        touched |= bits.get(r.index, 0)
+        return touched
 
     # ---- operands
 

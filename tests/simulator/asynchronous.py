@@ -103,7 +103,7 @@ def _build_bulk(program, x: Instruction):
     spaces = [p.split("__")[0] for p in parts if p.split("__")[0] in ("shared", "global")]
     to_shared = spaces[0] == "shared"
     operands = list(x.operands)
-    if any(p in ("im2col", "multicast__cluster", "gather4", "scatter4") for p in parts):
+    if any(p in ("im2col", "multicast__cluster", "gather4", "scatter4", "cp_mask") for p in parts):
         raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
     if to_shared:
         if "mbarrier__complete_tx__bytes" not in parts:
@@ -218,9 +218,9 @@ def _load(w, x, text: str, target: int, size: int, barrier: int, fill) -> None:
     known, clocks = _snapshot(w), w.cta.clocks
     if w.machine.track:
         granules = _granules(target, size)
-        race = clocks.async_write(known, w.index, completion.agent, completion.epoch, granules, x.line)
-        if race:
-            w.report("race", f"asynchronous copy {race}", x.line)
+        found = clocks.async_write(known, w.index, completion.agent, completion.epoch, granules, x.line)
+        if found:
+            w.report(found[0], f"asynchronous copy: {found[1]}", x.line)
 
     def act():
         fill()
@@ -298,7 +298,7 @@ def _bulk_store(w, x, lane: int, target: int, source: int, size: int, kind: str 
         w.report("misaligned", f"bulk copy of {size} bytes to {target:#x}: multiples of 16 are needed", x.line)
     _check_shared(w, source, size, 16, x.line)
     text = "a bulk reduction from shared memory" if kind else "a bulk copy from shared memory"
-    agent, epoch = _read_shared(w, _granules(source, size), ("bulk of warp", w.index), x.line, text)
+    agent, epoch = _read_shared(w, _granules(source, size), ("bulk of warp and lane", w.index, lane), x.line, text)
     held = {}
 
     def read():
@@ -341,7 +341,7 @@ def _tensor_store(w, x, lane: int, tensor_map, at, source: int, kind: str | None
     _check_shared(w, source, size, 128, x.line)
     address, inside, shared, chunk = layouts.box_addresses(tensor_map, at, source)
     text = "a tensor reduction from shared memory" if kind else "a tensor store from shared memory"
-    agent, epoch = _read_shared(w, _granules(source, size), ("bulk of warp", w.index), x.line, text)
+    agent, epoch = _read_shared(w, _granules(source, size), ("bulk of warp and lane", w.index, lane), x.line, text)
     held = {}
 
     def read():
@@ -383,7 +383,7 @@ def _gate_bulk_wait(program, x: Instruction):
     def outstanding(w, lanes):
         for lane in lanes:
             groups = w.bulk_groups.get(int(lane), [])
-            for group in groups[: len(groups) - pending]:
+            for group in groups[: max(0, len(groups) - pending)]:
                 for op in group:
                     if op.finished < stages:
                         return True
@@ -404,7 +404,7 @@ def _wait_done(w, m, x: Instruction) -> None:
     clocks = w.cta.clocks
     for lane in lanes_of(m):
         groups = w.bulk_groups.get(int(lane), [])
-        done = groups[: len(groups) - pending] if pending else groups
+        done = groups[: max(0, len(groups) - pending)]
         for group in done:
             for op in group:
                 clocks.now[w.index, op.agent] = max(clocks.now[w.index, op.agent], op.epoch)
@@ -550,9 +550,10 @@ def _check_fenced(w, R: list, read: list[int], accumulators: list[int], register
     if w.wgmma_touched & registers:
         w.report("race", "wgmma of registers accessed after the last wgmma.fence")
         return
-    known = w.fragments.get(accumulators[0])
+    shape, block = w.fragments.get(accumulators[0], ((), None))
     for i in read:
-        if R[i] is not w.wgmma_fenced[i] and not (known is not None and R[i].base is known[1]):
+        same = block is not None and shape == tuple(accumulators) and R[i].base is block  # of the wgmma before
+        if R[i] is not w.wgmma_fenced[i] and not same:
             name = w.cta.program.kernel.registers[i].name
             w.report("race", f"wgmma reads {name}, written after the last wgmma.fence")
             return
@@ -569,7 +570,7 @@ def _gate_wgmma_wait(program, x: Instruction):
 
     def outstanding(w):
         groups = w.wgmma_groups
-        return any(not op.done for g in groups[: len(groups) - pending] for op in g)
+        return any(not op.done for g in groups[: max(0, len(groups) - pending)] for op in g)
 
     def gate(w, R, m):
         wait = converge(w, R, m)
@@ -582,7 +583,7 @@ def _gate_wgmma_wait(program, x: Instruction):
 
 def _wgmma_waited(w, pending: int) -> None:
     groups = w.wgmma_groups
-    done = groups[: len(groups) - pending] if pending else groups
+    done = groups[: max(0, len(groups) - pending)]
     for group in done:
         for op in group:
             w.cta.clocks.now[w.index, op.agent] = max(w.cta.clocks.now[w.index, op.agent], op.epoch)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from .ptx import PtxError
+
 GRANULE = 4  # bytes
 
 
 class Clocks:
     """`warps` warps and up to `spare` asynchronous agents over `size` bytes of shared memory."""
 
-    def __init__(self, warps: int, size: int, spare: int = 128):
+    def __init__(self, warps: int, size: int, spare: int = 256):
         self.warps = warps
         self.agents = warps + spare
         self.now = np.zeros((warps, self.agents), np.int32)
@@ -33,6 +35,10 @@ class Clocks:
         self.write_line = np.zeros(granules, np.int32)
         self.read_epoch = np.zeros((self.agents, granules), np.int32)
         self.read_line = np.zeros((self.agents, granules), np.int32)
+        self.atomic = np.zeros(granules, bool)  # the last write was one; the last that was none:
+        self.plain_writer = np.full(granules, -1, np.int16)
+        self.plain_epoch = np.zeros(granules, np.int32)
+        self.barrier = np.zeros(granules, bool)  # of a live mbarrier
         self._names: dict[object, int] = {}
 
     def close(self) -> None:
@@ -44,7 +50,7 @@ class Clocks:
         if key not in self._names:
             self._names[key] = self.warps + len(self._names)
             if self._names[key] >= self.agents:
-                raise RuntimeError("too many asynchronous agents in one CTA")
+                raise PtxError(f"more than {self.agents - self.warps} mbarriers and asynchronous units of a CTA")
         return self._names[key]
 
     def name(self, agent: int) -> str:
@@ -79,6 +85,7 @@ class Clocks:
 
     def fence_proxy(self, warp: int) -> None:
         np.maximum(self.proxy[warp], self.now[warp], out=self.proxy[warp])
+        self.now[warp, warp] += 1  # what the warp does later is not fenced
 
     def zero(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return tuple(np.zeros(self.agents, np.int32) for _ in range(3))
@@ -95,19 +102,39 @@ class Clocks:
         )
         self.read_epoch[warp, g] = self.now[warp, warp]
         self.read_line[warp, g] = line
-        return self._race("reads", bad, g) if bad.any() else None
+        return self._race("reads", bad, g) if bad.any() else self._barrier_memory(g)
 
     def generic_write(self, warp: int, g: np.ndarray, line: int, partial: bool = False) -> str | None:
-        report = self._check_write(self.now[warp], warp, g, self.warps if partial else 0)
-        self.writer[g] = warp
-        self.write_epoch[g] = self.now[warp, warp]
-        self.write_line[g] = line
-        return report
+        before = self.writer[g], self.write_epoch[g]
+        report = self._check_write(self.now[warp], warp, g, before, self.warps if partial else 0)
+        self._written(warp, self.now[warp, warp], g, line)
+        return report or self._barrier_memory(g)
 
-    def _check_write(self, known: np.ndarray, warp: int, g: np.ndarray, first: int = 0) -> str | None:
-        """`first`: agents below it are not looked at."""
-        writer = self.writer[g]
-        bad = (writer >= first) & (writer != warp) & (known[writer] < self.write_epoch[g])
+    def generic_atomic(self, warp: int, g: np.ndarray, line: int, partial: bool = False) -> str | None:
+        """Atomics of warps do not race with each other."""
+        first = g[~self.atomic[g]]
+        self.plain_writer[first], self.plain_epoch[first] = self.writer[first], self.write_epoch[first]
+        before = self.plain_writer[g], self.plain_epoch[g]
+        report = self._check_write(self.now[warp], warp, g, before, self.warps if partial else 0)
+        self._written(warp, self.now[warp, warp], g, line, atomic=True)
+        return report or self._barrier_memory(g)
+
+    def _written(self, agent: int, epoch: int, g: np.ndarray, line: int, atomic: bool = False) -> None:
+        self.writer[g] = agent
+        self.write_epoch[g] = epoch
+        self.write_line[g] = line
+        self.atomic[g] = atomic
+
+    def _barrier_memory(self, g: np.ndarray) -> str | None:
+        """Only mbarrier instructions may touch an mbarrier (9.7.13.15)."""
+        if not self.barrier[g].any():
+            return None
+        return f"touches shared bytes {int(np.asarray(g)[np.argmax(self.barrier[g])]) * GRANULE:#x} of a live mbarrier"
+
+    def _check_write(self, known: np.ndarray, warp: int, g: np.ndarray, before: tuple, first: int = 0) -> str | None:
+        """`before`: (writer, epoch) of the writes it must follow; `first`: agents below it are not looked at."""
+        writer, epoch = before
+        bad = (writer >= first) & (writer != warp) & (known[writer] < epoch)
         if bad.any():
             return self._race("overwrites", bad, g)
         used = self.warps + len(self._names)
@@ -136,28 +163,33 @@ class Clocks:
         self, known, issuer: int, agent: int, epoch: int, g: np.ndarray, line: int
     ) -> tuple[str, str] | None:
         """(check, report) of an asynchronous read issued with what `known` says."""
-        now, proxy = known[:2]
         writer = self.writer[g]
-        generic = (writer >= 0) & (writer < self.warps)
-        result = None
-        unordered = (writer >= 0) & (writer != issuer) & (now[writer] < self.write_epoch[g])
-        unfenced = generic & ~unordered & (proxy[writer] < self.write_epoch[g])
+        unordered = (writer >= 0) & (writer != issuer) & (known[0][writer] < self.write_epoch[g])
         if unordered.any():
             result = "race", self._race("reads asynchronously", unordered, g)
-        elif unfenced.any():
-            at = int(np.asarray(g)[np.argmax(unfenced)])
-            result = (
-                "proxy_fence",
-                f"the asynchronous proxy reads shared bytes {at * GRANULE:#x} written by generic stores of "
-                f"{self.name(int(self.writer[at]))} (line {self.write_line[at]}) without fence.proxy.async",
-            )
+        else:
+            result = self._unfenced(known, g, "reads")
         self.read_epoch[agent, g] = np.maximum(self.read_epoch[agent, g], epoch)
         self.read_line[agent, g] = line
         return result
 
-    def async_write(self, known, issuer: int, agent: int, epoch: int, g: np.ndarray, line: int) -> str | None:
-        report = self._check_write(known[0], issuer, g)
-        self.writer[g] = agent
-        self.write_epoch[g] = epoch
-        self.write_line[g] = line
-        return report
+    def async_write(
+        self, known, issuer: int, agent: int, epoch: int, g: np.ndarray, line: int
+    ) -> tuple[str, str] | None:
+        race = self._check_write(known[0], issuer, g, (self.writer[g], self.write_epoch[g])) or self._barrier_memory(g)
+        unfenced = self._unfenced(known, g, "overwrites")
+        self._written(agent, epoch, g, line)
+        return ("race", race) if race else unfenced
+
+    def _unfenced(self, known, g: np.ndarray, what: str) -> tuple[str, str] | None:
+        """Generic writes before an asynchronous access, with no fence.proxy.async between them (8.6)."""
+        writer = self.writer[g]
+        bad = (writer >= 0) & (writer < self.warps) & (known[1][writer] < self.write_epoch[g])
+        if not bad.any():
+            return None
+        at = int(np.asarray(g)[np.argmax(bad)])
+        return (
+            "proxy_fence",
+            f"the asynchronous proxy {what} shared bytes {at * GRANULE:#x} written by generic stores of "
+            f"{self.name(int(self.writer[at]))} (line {self.write_line[at]}) without fence.proxy.async",
+        )

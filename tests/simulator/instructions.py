@@ -420,6 +420,10 @@ def atomic_update(w, space, addresses, values, third, element: int, function) ->
         region = w.cta.shared
         if int(addresses.max()) + size > region.size:
             raise MemoryFault("out_of_bounds", f"shared atomic at {int(addresses.max()):#x}")
+        if w.machine.track:
+            text = w.cta.clocks.generic_atomic(w.index, w.cta.granules(addresses, size), w.line, size < 4)
+            if text:
+                w.report("race", text)
         pieces = [(region, None)]
     else:
         pieces = list(w.machine.memory.groups(addresses, size))
@@ -444,6 +448,23 @@ def atomic_update(w, space, addresses, values, third, element: int, function) ->
                     olds[i][lane] = old[0]
                     view[position] = function(old, value[lane : lane + 1], third[lane : lane + 1])[0]
     return olds
+
+
+def collective(program, x: Instruction):
+    """An instruction of _CONVERGE_MASK: lanes of different member masks are separate groups."""
+    run = _COLLECTIVES[x.parts[0]](program, x)
+    members = reader(program, x.operands[_CONVERGE_MASK[x.parts[0]]], 4)
+
+    def execute(w, R, m):
+        masks, active = members(w, R), FULL if m is None else m
+        outside = active & (masks >> np.arange(LANES, dtype=U32) & U32(1) == 0)
+        if outside.any():
+            w.report("illegal", f"lane {int(np.argmax(outside))} executes {x.opcode} with a mask it is not a member of")
+        found = np.unique(masks[active])
+        for mask in found:
+            run(w, R, m if len(found) == 1 else active & (masks == mask))
+
+    return execute
 
 
 # ---- warp instructions (9.7.9.6 shfl, 9.7.13.9 vote, 9.7.13.10 match, 9.7.13.12 redux) -----------
@@ -1033,7 +1054,7 @@ def gate_converge(program, x: Instruction, mask_operand: int | None):
         if members is None:
             needed = FULL
         else:
-            bits = int(members(w, R)[lanes_of(m)[0]])
+            bits = int(np.bitwise_or.reduce(members(w, R)[m]))
             needed = (bits >> np.arange(LANES) & 1).astype(bool)
         if (needed & w.alive & ~m).any():
             return Converge("the other lanes of its member mask")
@@ -1085,6 +1106,7 @@ def build_mbarrier(program, x: Instruction):
                 barrier = w.cta.mbarriers[address] = Mbarrier(n, w.cta.clocks)
                 barrier.owner, barrier.owner_epoch = w.index, int(w.cta.clocks.now[w.index, w.index])
                 w.cta.shared.mark(address, address + 8)
+                w.cta.clocks.barrier[address // 4 : address // 4 + 2] = True
             w.machine.progress += 1
 
         return init
@@ -1094,8 +1116,13 @@ def build_mbarrier(program, x: Instruction):
         def inval(w, R, m):
             for lane in lanes_of(m):
                 address = int(where(w, R)[lane])
-                mbarrier_at(w, address, x.line)
+                barrier = mbarrier_at(w, address, x.line)
+                if barrier and barrier.transactions:
+                    w.report(
+                        "barrier", f"mbarrier.inval at {address:#x} with {barrier.transactions} bytes outstanding"
+                    )
                 w.cta.mbarriers.pop(address, None)
+                w.cta.clocks.barrier[address // 4 : address // 4 + 2] = False
 
         return inval
     if op in ("arrive", "arrive_drop"):
@@ -1109,7 +1136,7 @@ def build_mbarrier(program, x: Instruction):
             for lane in lanes_of(m):
                 barrier = mbarrier_at(w, int(where(w, R)[lane]), x.line)
                 if barrier:
-                    barrier.transactions += sign * int(count(w, R)[lane])
+                    _expect(w, barrier, sign * int(count(w, R)[lane]))
                     barrier.settle() if sign < 0 else None
             w.machine.progress += 1
 
@@ -1117,6 +1144,12 @@ def build_mbarrier(program, x: Instruction):
     if op in ("try_wait", "test_wait"):
         return _build_mbarrier_wait(program, x)
     raise PtxError(f"{x.opcode} is not modelled")
+
+
+def _expect(w, barrier, size: int) -> None:
+    barrier.transactions += size
+    if abs(barrier.transactions) >= 1 << 20:
+        w.report("barrier", f"an mbarrier expects {barrier.transactions} bytes, the most is 2^20 - 1 (9.7.13.15.2)")
 
 
 def _build_mbarrier_arrive(program, x: Instruction):
@@ -1132,6 +1165,8 @@ def _build_mbarrier_arrive(program, x: Instruction):
     def arrive(w, R, m):
         states = np.zeros(LANES, U64)
         token = w.cta.clocks.release(w.index)
+        if "relaxed" in parts:  # orders nothing but what the tcgen05 fences add (9.7.16.6.3)
+            token = (*w.cta.clocks.zero()[:2], token[2])
         for lane in lanes_of(m):
             barrier = mbarrier_at(w, int(where(w, R)[lane]), x.line)
             if barrier is None:
@@ -1140,20 +1175,17 @@ def _build_mbarrier_arrive(program, x: Instruction):
             arrivals = 1
             if extra is not None:
                 if expect:
-                    barrier.transactions += int(extra(w, R)[lane])
+                    _expect(w, barrier, int(extra(w, R)[lane]))
                 else:
                     arrivals = int(extra(w, R)[lane])
-            if barrier.pending < arrivals:
-                w.report(
-                    "barrier",
-                    f"arrival at mbarrier {int(where(w, R)[lane]):#x} whose {barrier.expected} arrivals of phase "
-                    f"{barrier.phase} are complete",
-                )
-            if "relaxed" not in parts:
-                barrier.join(token)
-            barrier.pending -= arrivals
+            error = barrier.arrive(arrivals)
+            if error:
+                w.report("barrier", f"arrival at mbarrier {int(where(w, R)[lane]):#x} {error}")
+            if "noComplete" in parts and barrier.pending == 0:
+                w.report("barrier", f"arrive.noComplete completes mbarrier {int(where(w, R)[lane]):#x}")
+            barrier.join(token)
             if drop:
-                barrier.expected -= 1
+                barrier.expected -= arrivals
             barrier.settle()
         w.machine.progress += 1
         if isinstance(state, Register):
@@ -1179,7 +1211,10 @@ def _ready(w, R, lane: int, where, state, parity: bool, line: int):
 
 
 def gate_mbarrier(program, x: Instruction):
-    """try_wait blocks until the phase completes; lanes of which some are ready go on."""
+    """try_wait blocks until the phase completes; lanes of which some are ready go on.
+
+    It may give up before, after a time the system chooses: every other time in mode late, by chance in mode random.
+    """
     where, state, parity = _wait_operands(program, x)
 
     def gate(w, R, m):
@@ -1190,6 +1225,10 @@ def gate_mbarrier(program, x: Instruction):
             lanes = lanes[:1]
         pairs = [_ready(w, R, lane, where, state, parity, x.line) for lane in lanes]
         if any(done for _, done in pairs):
+            return None
+        machine = w.machine
+        w.tried = not w.tried and (machine.mode == "late" or (machine.mode == "random" and machine.rng.random() < 0.3))
+        if w.tried:
             return None
         value = int(state(w, R)[lanes[0]])
         barriers = [(b, int(state(w, R)[lane])) for (b, _), lane in zip(pairs, lanes)]
@@ -1220,8 +1259,11 @@ def _build_mbarrier_wait(program, x: Instruction):
                 if out[lane] and barrier:
                     seen.append(barrier)
         for barrier in seen:
-            if "relaxed" not in x.parts:
-                w.cta.clocks.acquire(w.index, barrier.done)
+            barrier.observed = barrier.phase
+            known = barrier.done
+            if "relaxed" in x.parts:
+                known = (*w.cta.clocks.zero()[:2], known[2])
+            w.cta.clocks.acquire(w.index, known)
         put(R, target, out, m)
 
     return wait
@@ -1342,7 +1384,7 @@ def gate_griddepcontrol(program, x: Instruction):
 def build_fence(program, x: Instruction):
     """9.7.13.4. Generic fences need no state here: memory is sequentially consistent between warps."""
     parts = x.parts
-    if "proxy" in parts and any(p.startswith("async") for p in parts):
+    if "proxy" in parts and any(p.startswith("async") for p in parts) and "global" not in parts:
         return _fence_proxy
     return _fence_mbarrier_init if "mbarrier_init" in parts else lambda w, R, m: None
 
@@ -1389,9 +1431,8 @@ def build_mapa(program, x: Instruction):
 
 
 _BUILDERS = {
-    "ld": build_ld, "ldu": build_ld, "st": build_st, "atom": build_atomic, "red": build_atomic, "shfl": build_shfl,
-    "vote": build_vote, "match": build_match, "redux": build_redux, "elect": build_elect,
-    "activemask": build_activemask, "div": build_div, "rem": build_div, "popc": _unary(_popcount, 0),
+    "ld": build_ld, "ldu": build_ld, "st": build_st, "atom": build_atomic, "red": build_atomic, "shfl": collective,
+    "vote": collective, "match": collective, "redux": collective, "elect": collective, "activemask": build_activemask, "div": build_div, "rem": build_div, "popc": _unary(_popcount, 0),
     "clz": _unary(_leading_zeros, 0), "brev": _unary(_reverse_bits, 0), "bfind": build_bfind, "bfe": build_bfe,
     "bfi": build_bfi, "prmt": build_prmt, "shf": build_shf, "lop3": build_lop3, "ex2": build_math, "lg2": build_math,
     "rcp": build_math, "rsqrt": build_math, "sqrt": build_math, "tanh": build_math, "sin": build_math,
@@ -1434,6 +1475,9 @@ def build(program, x: Instruction):
 
 
 _CONVERGE_MASK = {"shfl": -1, "vote": -1, "match": -1, "redux": -1, "elect": -1}
+_COLLECTIVES = {
+    "shfl": build_shfl, "vote": build_vote, "match": build_match, "redux": build_redux, "elect": build_elect,
+}  # fmt: skip
 
 
 def is_gated(x: Instruction) -> bool:
@@ -1441,7 +1485,7 @@ def is_gated(x: Instruction) -> bool:
     parts = x.parts
     op = parts[0]
     if op in ("bar", "barrier"):
-        return "arrive" not in parts
+        return True
     if op == "mbarrier":
         return parts[1] == "try_wait"
     if op == "cp":
@@ -1476,7 +1520,7 @@ def _gate(program, x: Instruction):
             return gate_converge(program, x, 0)
         if "cluster" in x.parts:
             return None
-        return gate_barrier(program, x)
+        return gate_converge(program, x, None) if "arrive" in x.parts else gate_barrier(program, x)
     if op == "mbarrier":
         return gate_mbarrier(program, x)
     if op == "setmaxnreg":

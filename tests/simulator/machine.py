@@ -77,6 +77,7 @@ class Mbarrier:
         self.expected = self.pending = count
         self.transactions = 0
         self.phase = 0
+        self.observed = 0  # phases that a test_wait or try_wait has seen complete
         self.owner = self.owner_epoch = 0  # the warp that initialised it
         self.fenced = False  # its initialisation is visible to the asynchronous proxy
         self.clocks = clocks
@@ -86,6 +87,16 @@ class Mbarrier:
     def join(self, token) -> None:
         for mine, other in zip(self.gathering, token):
             np.maximum(mine, other, out=mine)
+
+    def arrive(self, count: int) -> str | None:
+        """Arrive-on; returns what is wrong with it (9.7.13.15.4, 9.7.13.15.7)."""
+        error = None
+        if self.pending < count:
+            error = f"whose {self.expected} arrivals of phase {self.phase} are complete"
+        elif self.observed < self.phase:
+            error = f"before a wait has seen the end of phase {self.phase - 1}"
+        self.pending -= count
+        return error
 
     def settle(self) -> None:
         if self.pending == 0 and self.transactions == 0:
@@ -206,11 +217,13 @@ class Warp:
         self.wgmma_fenced: list | None = None  # the registers at the last wgmma.fence
         self.wgmma_touched = 0  # those that other instructions accessed since, as bits of Program.wgmma_registers
         self.tensor_ops: dict[str, list[AsyncOp]] = {"ld": [], "st": []}
+        self.loading = 0  # tcgen05.ld whose registers nothing has used, as bits of Program.load_bits
         self.tensor_in_order: set[int] = set()
         self.tensor_last: dict[int, AsyncOp] = {}  # the last MMA of every agent
         self.fragments: dict[int, tuple] = {}
         self.executed: Counter = Counter()  # see Cta.execute_together
         self.register_count = cta.launch_registers
+        self.tried = False  # the last try_wait gave up
         self.local = None
         thread = index * LANES + np.arange(LANES)
         x, y, _ = cta.block
@@ -234,6 +247,24 @@ class Warp:
             if op.registers & registers:
                 self.report("race", f"accesses registers of the wgmma of line {op.line} without wgmma.wait_group", line)
                 return
+
+    def access_loads(self, used: int, overwritten: int, line: int) -> None:
+        """Registers of tcgen05.ld are accessed before wait::ld, from `line` on.
+
+        A use waits for its load, whatever the fences; an overwriting does not (9.7.16.6.4.5).
+        """
+        if self.loading & overwritten:
+            self.report("race", "overwrites registers of a tcgen05.ld without tcgen05.wait::ld", line)
+        for op in self.tensor_ops["ld"]:
+            if op.bit & used:
+                self.machine.engine.finish(("tcgen05.ld", self), op)
+        self.loading &= ~used
+
+    def check_uniform(self, condition: np.ndarray, mask: np.ndarray | None, line: int) -> None:
+        """bra.uni: the active lanes agree (9.7.12.3)."""
+        active = condition if mask is None else condition[mask]
+        if active.any() and not active.all():
+            self.report("illegal", "a bra.uni that only some lanes take", line)
 
     # ---- control flow
 
@@ -261,6 +292,8 @@ class Warp:
                 chosen = group
         if chosen is None:
             return False
+        if self.machine.idle_rounds > 20:  # a group may spin for another one
+            chosen = self.machine.rng.choice([g for g in self.groups if g.wait is None])
         block = self.cta.program.blocks[chosen.block]
         mask = chosen.mask
         if block.gate is not None and not chosen.released:
@@ -343,6 +376,9 @@ class Cta:
         """The warps of a warpgroup execute the same instructions of kind `what`: `key` tells one from another."""
         number = warp.executed[what]
         warp.executed[what] += 1
+        warps = self.warps[warp.index // 4 * 4 :][:4]
+        if len(warps) < 4:
+            warp.report("illegal", f"{what} in a warpgroup of {len(warps)} warps")
         first = self._together.setdefault((what, warp.index // 4, number), [key, warp.index, warp.line, 0])
         if first[0] != key:
             warp.report(
@@ -351,7 +387,7 @@ class Cta:
                 "must execute the same one, with the same operands",
             )
         first[3] += 1
-        if first[3] == len(self.warps[warp.index // 4 * 4 :][:4]):
+        if first[3] == len(warps):
             del self._together[what, warp.index // 4, number]
 
     def check_together(self) -> None:

@@ -43,6 +43,7 @@ def mutations(text: str) -> list[Mutation]:
         waited = re.match(r"mbarrier\.try_wait\S*\s+([\w%]+),", body)
         if waited:
             add(number, f"setp.eq.u32 {waited.group(1)}, 0, 0;", "wait dropped")
+            add(number, f"{code}\nsetp.eq.u32 {waited.group(1)}, 0, 0;", "tried once")
             phase = re.match(r"(mbarrier\.try_wait\S*\s+[\w%]+,\s*\[[^\]]*\],\s*)(%\w+);", body)
             if phase:
                 flip = f"{{ .reg .b32 flipped; xor.b32 flipped, {phase.group(2)}, 1;\n{phase.group(1)}flipped; }}"

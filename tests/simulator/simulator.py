@@ -53,6 +53,7 @@ class Module:
 
     def __init__(self, simulator: Simulator, text: str, registers: dict[str, int] | None = None):
         self.registers = registers or {}  # of a thread at launch, by kernel
+        self.major = simulator.major
         self.parsed = _parse(text)
         self.addresses: dict[str, int] = {}
         self.programs: dict[str, Program] = {}
@@ -69,7 +70,11 @@ class Module:
             matches = [k for k in self.parsed.kernels if k == name] or [k for k in self.parsed.kernels if name in k]
             if len(matches) != 1:
                 raise KeyError(f"kernel {name!r}: expected one of {', '.join(self.parsed.kernels)}")
-            self.programs[name] = Program(self.parsed, self.parsed.kernels[matches[0]], self.addresses)
+            kernel = self.parsed.kernels[matches[0]]
+            for x in kernel.instructions:
+                if self.major != {"wgmma": 9, "tcgen05": 10}.get(x.parts[0], self.major):
+                    raise PtxError(f"{name}, line {x.line}: {x.opcode} on a device of capability {self.major}.x")
+            self.programs[name] = Program(self.parsed, kernel, self.addresses)
         return self.programs[name]
 
 

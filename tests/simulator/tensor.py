@@ -39,6 +39,7 @@ class TensorMemory:
         self.written = np.zeros((HALVES, COLUMNS), bool)
         self.owner = np.zeros(COLUMNS, np.int32)  # base column + 1 of the allocation, 0 = free
         self.relinquished = False
+        self.last_count = COLUMNS  # of the last allocation
         clocks = cta.clocks
         self.writer = np.full((HALVES, COLUMNS), -1, np.int16)
         self.write_epoch = np.zeros((HALVES, COLUMNS), np.int32)
@@ -207,6 +208,9 @@ def _build_alloc(program, x: Instruction):
             return
         if memory.relinquished:
             w.report("illegal", "tcgen05.alloc after relinquish_alloc_permit")
+        if n > memory.last_count:
+            w.report("illegal", f"tcgen05.alloc of {n} columns after one of {memory.last_count}: may not increase")
+        memory.last_count = n
         base = memory.find(n)
         memory.owner[base : base + n] = base + 1
         write_memory(w, "shared", where(w, R)[:1], [np.array([base], U32)], 4)
@@ -320,6 +324,10 @@ def _build_transfer(program, x: Instruction):
         raise PtxError(f"{program.name}, line {x.line}: {len(items)} registers, {part.registers} for {shape}.x{number}")
     address, offset = reader(program, place_operand.base, 4), place_operand.offset
     sources = [reader(program, v, 4) for v in items] if kind == "st" else None
+    bit = program.load_bits.get(id(x), 0)
+    same_registers = 0  # bits of the loads into them
+    for r in items if kind == "ld" else ():
+        same_registers |= 0 if isinstance(r, Sink) else program.load_registers[r.index]
 
     def transfer(w, R, m):
         place = _place(w, int(address(w, R)[0]) + offset, part, x.line)
@@ -350,6 +358,11 @@ def _build_transfer(program, x: Instruction):
         op = _issue(w, (f"tcgen05.{kind}", w), f"tcgen05.{kind}", x.line, act)
         op.agent, op.epoch = agent, epoch
         w.tensor_ops[kind].append(op)
+        if kind == "ld":
+            if w.loading & same_registers:
+                w.report("race", "tcgen05.ld into the registers of an earlier one without tcgen05.wait::ld")
+            op.bit = bit
+            w.loading |= bit
 
     return transfer
 
@@ -359,6 +372,8 @@ def _waited(w, kind: str) -> None:
     for op in w.tensor_ops[kind]:
         known[op.agent] = max(known[op.agent], op.epoch)
     w.tensor_ops[kind].clear()
+    if kind == "ld":
+        w.loading = 0
 
 
 # ---- MMA (9.7.16.10) -----------------------------------------------------------------------------
@@ -507,6 +522,8 @@ def _build_mma(program, x: Instruction):
 
 def _build_commit(program, x: Instruction):
     """Arrives when the thread's earlier MMAs have completed; implies fence::before_thread_sync (9.7.16.12.1)."""
+    if "multicast__cluster" in x.parts:
+        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
     where = _shared_address(program, x.operands[0], ["", "shared"])
 
     def commit(w, R, m):
@@ -530,10 +547,10 @@ def _build_commit(program, x: Instruction):
         def act():
             for op in earlier:
                 w.machine.engine.finish(("tcgen05.mma", w, op.agent), op)
-            if barrier.pending < 1:
-                w.report("barrier", f"tcgen05.commit arrives at mbarrier {address:#x}, complete already", x.line)
+            error = barrier.arrive(1)
+            if error:
+                w.report("barrier", f"tcgen05.commit arrives at mbarrier {address:#x} {error}", x.line)
             barrier.join(token)
-            barrier.pending -= 1
             barrier.settle()
             w.machine.progress += 1
 

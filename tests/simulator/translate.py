@@ -6,6 +6,8 @@ Cheap instructions become expressions in the function's text; the others become 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from . import instructions
@@ -40,6 +42,17 @@ _SETP = {
 }
 _UNORDERED = {"equ": "==", "neu": "!=", "ltu": "<", "leu": "<=", "gtu": ">", "geu": ">="}
 _VIEWS = {"s8": "I8", "s16": "I16", "s32": "I32", "s64": "I64", "f32": "F32", "f64": "F64"}
+
+
+_NO_DESTINATION = ("st", "red", "tcgen05", "stmatrix", "cp", "bar", "barrier", "bra", "mbarrier", "prefetch")
+
+
+def _registers(operands: list) -> Iterator[Register]:
+    for operand in operands:
+        for r in operand.items if isinstance(operand, Vector) else (operand,):
+            r = r.base if isinstance(r, Address) else r
+            if isinstance(r, Register):
+                yield r
 
 
 def type_bytes(kind: str) -> int:
@@ -99,19 +112,23 @@ class Program:
         for size, kind in UNSIGNED.items():
             poison[size] = np.full(LANES, int.from_bytes(b"\xcb" * size, "little"), kind)
         self.initial_registers = [poison[r.bytes] for r in kernel.registers]
-        self.wgmma_registers = {  # a bit each: accumulators and fragments of A
-            r.index: 1 << n
-            for n, r in enumerate(
-                r
-                for x in kernel.instructions
-                if x.parts[:2] == ["wgmma", "mma_async"]
-                for operand in x.operands[:2]
-                if isinstance(operand, Vector)
-                for r in operand.items
-            )
-        }
+        self._find_asynchronous_registers()
         self.blocks: list[Block] = []
         self._translate()
+
+    def _find_asynchronous_registers(self) -> None:
+        """Registers that asynchronous instructions read or write after they were issued, as bits."""
+        self.wgmma_registers: dict[int, int] = {}  # accumulators and fragments of A: a bit a register
+        self.load_registers: dict[int, int] = {}  # destinations of tcgen05.ld: a bit an instruction
+        self.load_bits: dict[int, int] = {}  # by the instruction's id
+        for x in self.kernel.instructions:
+            if x.parts[:2] == ["wgmma", "mma_async"]:
+                for r in _registers(x.operands[:2]):
+                    self.wgmma_registers.setdefault(r.index, 1 << len(self.wgmma_registers))
+            if x.parts[:2] == ["tcgen05", "ld"]:
+                bit = self.load_bits[id(x)] = 1 << len(self.load_bits)
+                for r in _registers(x.operands[:1]):
+                    self.load_registers[r.index] = self.load_registers.get(r.index, 0) | bit
 
     # ---- control-flow graph
 
@@ -153,11 +170,11 @@ class _Emitter:
     def compile(self):
         last = self.number + 1 if self.number + 1 < len(self.program.blocks) else -1
         ended = False
-        touched = self.wgmma_registers_touched()
-        for instruction in self.part:
-            if touched and instruction.parts[0] != "wgmma":
-                self.lines.append(f"w.touch_wgmma({touched}, {instruction.line})")
-                touched = 0
+        first = self.part[0].parts if self.part else []
+        begin = 1 if first[:1] == ["wgmma"] or (first[:1] == ["tcgen05"] and first[1] != "st") else 0
+        for i, instruction in enumerate(self.part):
+            if i == begin:
+                self.access_asynchronous_registers(self.part[i:])
             ended = self.instruction(instruction)
         if not ended:
             self.lines.append(f"return {last}")
@@ -165,18 +182,23 @@ class _Emitter:
         exec(compile(text, f"<{self.program.name[:60]} block {self.number}>", "exec"), self.names)
         return self.names["block"]
 
-    def wgmma_registers_touched(self) -> int:
-        """Bits of the registers of wgmma that other instructions access; moves between registers are not accesses."""
-        bits, touched = self.program.wgmma_registers, 0
-        for x in self.part if bits else ():
-            if x.parts[0] == "wgmma" or (x.parts[0] == "mov" and isinstance(x.operands[1], Register)):
-                continue
-            for operand in x.operands:
-                for r in operand.items if isinstance(operand, Vector) else (operand,):
-                    r = r.base if isinstance(r, Address) else r
-                    if isinstance(r, Register):
-                        touched |= bits.get(r.index, 0)
-        return touched
+    def access_asynchronous_registers(self, part: list[Instruction]) -> None:
+        """Tells the warp which registers of asynchronous instructions the rest of the block accesses."""
+        touched = used = overwritten = 0
+        for x in part:
+            destinations = [] if x.parts[0] in _NO_DESTINATION else x.operands[:1]
+            for r in _registers(x.operands[len(destinations) :]):
+                touched |= self.program.wgmma_registers.get(r.index, 0)
+                used |= self.program.load_registers.get(r.index, 0) & ~overwritten
+            for r in _registers(destinations):
+                touched |= self.program.wgmma_registers.get(r.index, 0)
+                overwritten |= self.program.load_registers.get(r.index, 0) & ~used
+        if touched:
+            self.lines.append(f"w.touch_wgmma({touched}, {part[0].line})")
+        if used | overwritten:
+            self.lines.append(
+                f"if w.loading & {used | overwritten}: w.access_loads({used}, {overwritten}, {part[0].line})"
+            )
 
     # ---- operands
 
@@ -251,6 +273,8 @@ class _Emitter:
             fall = self.number + 1
             condition = f"{'~' if x.negated else ''}R[{x.predicate.index}]"
             taken = f"{condition} & m" if self.masked else condition
+            if "uni" in parts:
+                self.lines.append(f"w.check_uniform({condition}, m, {x.line})")
             self.lines.append(f"return ({taken}, {target}, {fall})")
             return True
         if op in ("ret", "exit"):

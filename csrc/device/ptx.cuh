@@ -22,7 +22,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, uint32_t arrivals) 
                : "memory");
 }
 
-// Makes initialised barriers visible to the asynchronous proxy (9.7.13.4).
+// Between this thread's mbarrier_init and asynchronous operations that complete there (9.7.13.4).
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -74,7 +74,7 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- bulk copies (9.7.9.25, 9.7.9.27) -----------------------------------------------------------
+// ---- bulk copies (9.7.9.25) ---------------------------------------------------------------------
 
 // Global -> shared, `bytes` a multiple of 16, both addresses 16-byte aligned.
 __device__ __forceinline__ void bulk_load(void* target, const void* source, uint32_t bytes,
@@ -135,7 +135,7 @@ __device__ __forceinline__ void bulk_wait_read() {
 
 // ---- vector reductions, matrix stores, registers ------------------------------------------------
 
-// pool[0..4) += x, relaxed, 16-byte aligned (9.7.13.8).
+// pool[0..4) += x, relaxed, 16-byte aligned (9.7.13.6).
 __device__ __forceinline__ void red_add_v4(float* pool, float x0, float x1, float x2, float x3) {
   asm volatile(
       "red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(pool)),
@@ -144,7 +144,7 @@ __device__ __forceinline__ void red_add_v4(float* pool, float x0, float x1, floa
 }
 
 // Four 8x8 matrices of 16-bit elements; lanes 8i .. 8i+7 give the row addresses of matrix i
-// (9.7.14.5).
+// (9.7.14.5.16).
 __device__ __forceinline__ void stmatrix_x4(uint32_t row_address, uint32_t x0, uint32_t x1,
                                             uint32_t x2, uint32_t x3) {
   asm volatile(
@@ -161,7 +161,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 // Programmatic dependent launch: the next grid of the stream may start once all CTAs have called
-// this ("griddepcontrol").
+// this or ended (9.7.13.13).
 __device__ __forceinline__ void grid_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -18,7 +18,7 @@ namespace msa {
 
 using cute::UMMA::Major;
 
-// ---- ordering between tcgen05 operations and threads ("tcgen05 Memory Consistency Model") -------
+// ---- ordering between tcgen05 operations and threads (9.7.16.6) ---------------------------------
 
 // Before an arrive that hands tensor memory over; the waits below come first.
 __device__ __forceinline__ void tmem_fence_before_arrive() {

@@ -160,7 +160,7 @@ def _build_bulk(program, x: Instruction):
 
 
 def _load_map(w, address: int, x: Instruction) -> layouts.TensorMap:
-    """The map is read from global or parameter memory; its address is a multiple of 64 (9.7.9.27.1.2)."""
+    """The map (9.7.9.27.1.2) is read from global or parameter memory; the driver API aligns it to 64 bytes."""
     if address % 64:
         w.report("misaligned", f"tensor map at {address:#x}, not a multiple of 64", x.line)
     region, offset = w.machine.memory.bytes_at(address, 128)

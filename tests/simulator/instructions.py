@@ -6,6 +6,8 @@ function that says whether a group of lanes must wait before the instruction. Se
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from . import formats, memory
@@ -38,10 +40,14 @@ SPECIALS = {
 }  # fmt: skip
 
 
+def special_bytes(name: str) -> int:
+    return 8 if name in ("%clock64", "%globaltimer") else 4
+
+
 def special(w, name: str) -> np.ndarray:
     value = w.specials.get(name)
     if value is None or "clock" in name or "timer" in name:
-        kind = U64 if name in ("%clock64", "%globaltimer") else U32
+        kind = UNSIGNED[special_bytes(name)]
         value = np.broadcast_to(np.asarray(SPECIALS[name](w)).astype(kind), (LANES,)).copy()
         w.specials[name] = value
     return value
@@ -50,7 +56,7 @@ def special(w, name: str) -> np.ndarray:
 NAMESPACE = {
     "np": np, "W": np.where, "S": special, "U8": np.uint8, "U16": U16, "U32": U32, "U64": U64, "I8": np.int8,
     "I16": np.int16, "I32": I32, "I64": I64, "F32": F32, "F64": np.float64, "fma32": formats.fma32, "ftz": formats.ftz,
-    "ex2": formats.ex2,
+    "ex2": formats.ex2, "minimum": formats.minimum, "maximum": formats.maximum,
 }  # fmt: skip
 
 
@@ -78,10 +84,10 @@ def reader(program, operand, size: int):
         array = np.full(LANES, bool(value)) if size == 0 else np.full(LANES, value % (1 << 8 * size), UNSIGNED[size])
         return lambda w, R: array
     if isinstance(operand, Special):
-        name = operand.name
+        name, kind = operand.name, UNSIGNED[size]
         if name in ("%tid.x", "%tid.y", "%tid.z", "%laneid", "%warpid"):
-            return lambda w, R: w.specials[name]
-        return lambda w, R: special(w, name)
+            return lambda w, R: w.specials[name].astype(kind)
+        return lambda w, R: special(w, name).astype(kind)
     if isinstance(operand, tuple) and operand[0] == "not":
         i = operand[1].index
         return lambda w, R: ~R[i]
@@ -347,17 +353,15 @@ def _atomic_function(op: str, kind: str, flush: bool):
     if kind in ("f32", "f64"):
         real = np.float32 if kind == "f32" else np.float64
         raw = UNSIGNED[element_bytes(kind)]
-        if op == "add":
-            if flush:
-                return lambda a, b, c: formats.ftz(formats.ftz(a.view(real)) + formats.ftz(b.view(real))).view(raw)
-            return lambda a, b, c: (a.view(real) + b.view(real)).view(raw)
-    if kind in ("f16", "bf16") and op == "add":
-        return lambda a, b, c: formats.add16(a, b, kind)
-    if kind in ("f16x2", "bf16x2") and op == "add":
-        return lambda a, b, c: formats.pair_map(lambda p, q: formats.add16(p, q, kind), a, b)
+        if flush:
+            return lambda a, b, c: formats.ftz(formats.ftz(a.view(real)) + formats.ftz(b.view(real))).view(raw)
+        return lambda a, b, c: (a.view(real) + b.view(real)).view(raw)
+    if kind.startswith(("f16", "bf16")):
+        function = _half_function(op, kind)
+        return lambda a, b, c: function(a, b)
     signed = SIGNED[element_bytes(kind)] if kind[0] == "s" else UNSIGNED[element_bytes(kind)]
     raw = UNSIGNED[element_bytes(kind)]
-    functions = {
+    return {
         "add": lambda a, b, c: a + b,
         "and": lambda a, b, c: a & b,
         "or": lambda a, b, c: a | b,
@@ -368,16 +372,11 @@ def _atomic_function(op: str, kind: str, flush: bool):
         "cas": lambda a, b, c: np.where(a == b, c, a),
         "inc": lambda a, b, c: np.where(a >= b, raw(0), a + raw(1)),
         "dec": lambda a, b, c: np.where((a == 0) | (a > b), b, a - raw(1)),
-    }
-    if op not in functions:
-        raise PtxError(f"atomic {op}.{kind} is not modelled")
-    return functions[op]
+    }[op]
 
 
 def build_atomic(program, x: Instruction):
     parts, kind = x.parts, x.parts[-1]
-    if kind.startswith("L2"):
-        raise PtxError(f"{x.opcode} is not modelled")
     has_result = parts[0] == "atom"
     operands = list(x.operands)
     target = operands.pop(0) if has_result else Sink()
@@ -386,8 +385,7 @@ def build_atomic(program, x: Instruction):
     where = address_reader(program, operands[0], space)
     sources = [reader(program, v, element) for v in _items(operands[1])]
     second = reader(program, operands[2], element) if op == "cas" else None
-    flush = kind == "f32" and space == "global"
-    function = _atomic_function(op, kind, flush)
+    functions = {s: _atomic_function(op, kind, kind == "f32" and s == "global") for s in ("global", "shared")}
     targets = _items(target)
 
     def atomic(w, R, m):
@@ -395,7 +393,7 @@ def build_atomic(program, x: Instruction):
         addresses = where(w, R)[lanes]
         values = [s(w, R)[lanes] for s in sources]
         third = second(w, R)[lanes] if second else values[0]
-        olds = atomic_update(w, space, addresses, values, third, element, function)
+        olds = atomic_update(w, space, addresses, values, third, element, functions)
         if has_result:
             for t, old in zip(targets, olds):
                 if isinstance(t, Register):
@@ -406,15 +404,21 @@ def build_atomic(program, x: Instruction):
     return atomic
 
 
-def atomic_update(w, space, addresses, values, third, element: int, function) -> list[np.ndarray]:
-    """Applies `function` lane by lane, in lane order; returns the old values."""
+def atomic_update(w, space, addresses, values, third, element: int, functions: dict) -> list[np.ndarray]:
+    """Applies the space's function lane by lane, in lane order; returns the old values."""
+    if space == "generic":
+        olds = [np.zeros(len(addresses), UNSIGNED[element]) for _ in values]
+        for name, part, chosen in _split_generic(w, addresses):
+            chosen = slice(None) if chosen is None else chosen
+            some = atomic_update(w, name, part, [v[chosen] for v in values], third[chosen], element, functions)
+            for old, value in zip(olds, some):
+                old[chosen] = value
+        return olds
+    if space not in functions:
+        raise MemoryFault("out_of_bounds", f"atomic at {space} {int(addresses[0]):#x}")
+    function = functions[space]
     memory.check_alignment(addresses, element * len(values))
     w.machine.progress += 1
-    if space == "generic":
-        pieces = list(_split_generic(w, addresses))
-        space, addresses = pieces[0][0], pieces[0][1]
-        if len(pieces) > 1:
-            raise PtxError("an atomic over several address spaces is not modelled")
     size = element * len(values)
     if space == "shared":
         region = w.cta.shared
@@ -553,18 +557,26 @@ def build_match(program, x: Instruction):
 def build_redux(program, x: Instruction):
     op, kind = x.parts[2], x.parts[-1]
     source = reader(program, x.operands[1], 4)
+    functions = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
+    function = {**functions, "xor": np.bitwise_xor}[op]
 
     def redux(w, R, m):
         value = source(w, R)[FULL if m is None else m]
         if kind == "s32":
             value = value.view(I32)
-        if kind == "f32":
-            value = value.view(F32)
-        functions = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
-        result = {**functions, "xor": np.bitwise_xor}[op].reduce(value)
-        put(R, x.operands[0], np.full(LANES, result, value.dtype).view(U32), m)
+        result = _redux_f32(value.view(F32), x.parts) if kind == "f32" else function.reduce(value)
+        put(R, x.operands[0], np.full(LANES, result, result.dtype).view(U32), m)
 
     return redux
+
+
+def _redux_f32(value: np.ndarray, parts: list[str]) -> F32:
+    if "abs" in parts:
+        value = np.abs(value)
+    nan = np.isnan(value)
+    if nan.any() if "NaN" in parts else nan.all():
+        return formats.CANONICAL_NAN_F32
+    return functools.reduce(formats.minimum if "min" in parts else formats.maximum, value)
 
 
 def build_elect(program, x: Instruction):
@@ -609,9 +621,18 @@ def build_div(program, x: Instruction):
     raw = UNSIGNED[n]
     if kind in ("f32", "f64"):
         real = F32 if kind == "f32" else np.float64
-        return lambda w, R, m: put(
-            R, x.operands[0], (a(w, R).view(real).astype(np.float64) / b(w, R).view(real)).astype(real).view(raw), m
-        )
+        flush, approximate = "ftz" in x.parts, "approx" in x.parts
+
+        def divide(w, R, m):
+            v, u = a(w, R).view(real), b(w, R).view(real)
+            if flush:
+                v, u = formats.ftz(v), formats.ftz(u)
+            out = v / u
+            if approximate:  # 9.7.3.8: the reciprocal of a large divisor is 0
+                out = np.where(np.abs(u) > F32(2.0**126), v * np.copysign(F32(0), u), out)
+            put(R, x.operands[0], (formats.ftz(out) if flush else out).view(raw), m)
+
+        return divide
     view = SIGNED[n] if kind[0] == "s" else raw
     remainder = x.parts[0] == "rem"
     return lambda w, R, m: put(
@@ -705,10 +726,16 @@ def build_bfi(program, x: Instruction):
     return bfi
 
 
+# Source byte of byte i of the result, by the two low bits of the selector.
+_PRMT_MODES = {
+    "f4e": lambda c, i: c + i, "b4e": lambda c, i: c - i, "rc8": lambda c, i: c, "ecl": np.maximum, "ecr": np.minimum,
+    "rc16": lambda c, i: 2 * (c & 1) + (i & 1),
+}  # fmt: skip
+
+
 def build_prmt(program, x: Instruction):
-    """9.7.9.7, default mode."""
-    if x.parts[-1] != "b32" or len(x.parts) != 2:
-        raise PtxError(f"{x.opcode} is not modelled")
+    """9.7.9.7."""
+    mode = _PRMT_MODES[x.parts[2]] if len(x.parts) > 2 else None
     a, b, c = (reader(program, v, 4) for v in x.operands[1:4])
 
     def prmt(w, R, m):
@@ -716,9 +743,9 @@ def build_prmt(program, x: Instruction):
         selector = c(w, R)
         out = np.zeros((LANES, 4), np.uint8)
         for i in range(4):
-            s = (selector >> U32(4 * i)) & U32(15)
-            value = pool[np.arange(LANES), (s & U32(7)).astype(np.int64)]
-            out[:, i] = np.where(s & U32(8), np.where(value & 128, 255, 0), value)
+            s = (selector >> U32(4 * i)) & U32(15) if mode is None else mode((selector & U32(3)).astype(np.int64), i)
+            value = pool[np.arange(LANES), (s & 7).astype(np.int64)]
+            out[:, i] = np.where(s & 8, np.where(value & 128, 255, 0), value) if mode is None else value
         put(R, x.operands[0], out.view(U32)[:, 0], m)
 
     return prmt
@@ -741,6 +768,9 @@ def build_shf(program, x: Instruction):
 
 
 def build_lop3(program, x: Instruction):
+    """9.7.8.6."""
+    targets = _items(x.operands[0])
+    predicate = reader(program, x.operands[5], 0) if len(targets) > 1 else None
     a, b, c = (reader(program, v, 4) for v in x.operands[1:4])
     table = x.operands[4].value
 
@@ -750,24 +780,55 @@ def build_lop3(program, x: Instruction):
         for i in range(8):
             if table >> i & 1:
                 out |= (va if i & 4 else ~va) & (vb if i & 2 else ~vb) & (vc if i & 1 else ~vc)
-        put(R, x.operands[0], out, m)
+        put(R, targets[0], out, m)
+        if predicate:
+            p = predicate(w, R)
+            put(R, targets[1], (out != 0) & p if "and" in x.parts else (out != 0) | p, m)
 
     return lop3
 
 
+def _high_product(a: np.ndarray, b: np.ndarray, kind: str) -> np.ndarray:
+    n = element_bytes(kind)
+    view = SIGNED[n] if kind[0] == "s" else UNSIGNED[n]
+    return np.array([(int(p) * int(q) >> 8 * n) % (1 << 8 * n) for p, q in zip(a.view(view), b.view(view))], UNSIGNED[n])
+
+
 def build_mul_hi(program, x: Instruction):
     kind = x.parts[-1]
-    n = element_bytes(kind)
-    sources = [reader(program, v, n) for v in x.operands[1:]]
+    sources = [reader(program, v, element_bytes(kind)) for v in x.operands[1:]]
 
     def mul_hi(w, R, m):
-        kind_view = SIGNED[n] if kind[0] == "s" else UNSIGNED[n]
         v = [s(w, R) for s in sources]
-        products = [int(p) * int(q) >> 8 * n for p, q in zip(v[0].view(kind_view), v[1].view(kind_view))]
-        out = np.array([p % (1 << 8 * n) for p in products], UNSIGNED[n])
+        out = _high_product(v[0], v[1], kind)
         put(R, x.operands[0], out + v[2] if len(v) > 2 else out, m)
 
     return mul_hi
+
+
+def build_carry(program, x: Instruction):
+    """9.7.2: add.cc, addc, sub.cc, subc, mad.cc, madc; CC.CF is the register after the last."""
+    op, kind = x.parts[0], x.parts[-1]
+    raw = UNSIGNED[element_bytes(kind)]
+    sources = [reader(program, v, element_bytes(kind)) for v in x.operands[1:]]
+
+    def carry(w, R, m):
+        a, b, *c = (s(w, R) for s in sources)
+        if c:
+            a, b = _high_product(a, b, kind) if "hi" in x.parts else a * b, c[0]
+        carried = R[-1].astype(raw) if op[-1] == "c" else raw(0)
+        if op.startswith("sub"):
+            first = a - b
+            out, carries = first - carried, (a < b) | (first < carried)
+        else:
+            first = a + b
+            out = first + carried
+            carries = (first < a) | (out < first)
+        put(R, x.operands[0], out, m)
+        if "cc" in x.parts:
+            R[-1] = carries if m is None else np.where(m, carries, R[-1])
+
+    return carry
 
 
 # ---- floating point ------------------------------------------------------------------------------
@@ -792,49 +853,38 @@ def build_f32x2(program, x: Instruction):
 
 
 def build_half(program, x: Instruction):
-    """9.7.4: add, sub, mul, fma, min, max, neg, abs of f16, bf16 and their pairs, one rounding."""
-    op, kind = x.parts[0], x.parts[-1]
-    n = element_bytes(kind)
-    sources = [reader(program, v, n) for v in x.operands[1:]]
-    wide = formats.bf16_to_f32 if kind.startswith("bf16") else formats.f16_to_f32
-    narrow = formats.f32_to_bf16 if kind.startswith("bf16") else formats.f32_to_f16
+    """9.7.4: add, sub, mul, fma, min, max, neg, abs of f16, bf16 and their pairs."""
+    sources = [reader(program, v, element_bytes(x.parts[-1])) for v in x.operands[1:]]
+    function = _half_function(x.parts[0], x.parts[-1], "NaN" in x.parts, "relu" in x.parts)
+    return lambda w, R, m: put(R, x.operands[0], function(*(s(w, R) for s in sources)), m)
 
-    def one(*v):
+
+def _half_function(op: str, kind: str, nan: bool = False, relu: bool = False):
+    """Function of raw bits, rounded once; `nan`: min and max propagate NaN."""
+    base = kind.removesuffix("x2")
+
+    def half(*bits):
         if op == "neg":
-            return v[0] ^ U16(0x8000)
+            return bits[0] ^ U16(0x8000)
         if op == "abs":
-            return v[0] & U16(0x7FFF)
-        f = [wide(u).astype(np.float64) for u in v]
-        if op in ("min", "max"):
-            return narrow(getattr(np, f"f{op}")(f[0], f[1]).astype(F32))
-        exact = {"add": lambda: f[0] + f[1], "sub": lambda: f[0] - f[1], "mul": lambda: f[0] * f[1]}
-        total = f[0] * f[1] + f[2] if op == "fma" else exact[op]()
-        if kind.startswith("bf16"):
-            return _round_odd(total, narrow)
-        return np.where(np.isnan(total), U16(0x7FFF), total.astype(np.float16).view(U16))
+            return bits[0] & U16(0x7FFF)
+        v = [formats.to_f64(b, base) for b in bits]
+        if op == "fma":
+            out = formats.add_odd(v[0] * v[1], v[2])
+        elif op in ("min", "max"):
+            out = (formats.minimum if op == "min" else formats.maximum)(*v)
+            if nan:
+                out = np.where(np.isnan(v[0]) | np.isnan(v[1]), np.nan, out)
+        else:
+            out = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[op](*v)
+        return formats.narrow(formats.relu(out) if relu else out, base)
 
-    def half(w, R, m):
-        v = [s(w, R) for s in sources]
-        put(R, x.operands[0], formats.pair_map(one, *v) if n == 4 else one(*v), m)
-
-    return half
-
-
-def _round_odd(total: np.ndarray, narrow) -> np.ndarray:
-    """Double to bf16 with one rounding: through a float32 rounded to odd."""
-    single = total.astype(F32)
-    bits = single.view(U32)
-    inexact = np.isfinite(single) & (single.astype(np.float64) != total) & ((bits & U32(1)) == 0)
-    away = np.abs(single.astype(np.float64)) < np.abs(total)
-    bits = np.where(inexact, np.where(away, bits + U32(1), bits - U32(1)), bits)
-    return narrow(bits.view(F32))
+    return half if base == kind else functools.partial(formats.pair_map, half)
 
 
 def build_math(program, x: Instruction):
-    op, kind = x.parts[0], x.parts[-1]
+    op = x.parts[0]
     flush = "ftz" in x.parts
-    if kind not in ("f32",):
-        raise PtxError(f"{x.opcode} is not modelled")
     source = reader(program, x.operands[1], 4)
     function = {
         "ex2": formats.ex2, "lg2": formats.lg2, "rcp": formats.rcp, "rsqrt": formats.rsqrt, "sqrt": np.sqrt,
@@ -851,83 +901,81 @@ def build_math(program, x: Instruction):
 
 def build_minmax(program, x: Instruction):
     """min/max.f32 with .NaN or three inputs (9.7.3.11, 9.7.3.12)."""
-    op = x.parts[0]
-    if x.parts[-1] != "f32" or "xorsign" in x.parts:
-        raise PtxError(f"{x.opcode} is not modelled")
     sources = [reader(program, v, 4) for v in x.operands[1:]]
-    function = getattr(np, f"{op}imum" if "NaN" in x.parts else f"f{op}")
+    function = formats.minimum if x.parts[0] == "min" else formats.maximum
 
     def minmax(w, R, m):
         v = [s(w, R).view(F32) for s in sources]
-        out = v[0]
-        for u in v[1:]:
-            out = function(out, u)
+        if "ftz" in x.parts:
+            v = [formats.ftz(u) for u in v]
+        out = functools.reduce(function, v)
+        if "NaN" in x.parts:
+            out = np.where(np.isnan(v).any(0), formats.CANONICAL_NAN_F32, out)
         put(R, x.operands[0], out.view(U32), m)
 
     return minmax
 
 
+_FLOATS = ("f16", "bf16", "f32", "f64")
+_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
 def build_cvt(program, x: Instruction):
-    """9.7.9.21. Integer to integer is inlined."""
-    parts = [p for p in x.parts[1:] if p not in ("ftz", "sat", "satfinite", "relu")]
-    to, source_kind = parts[-2], parts[-1]
-    rounding = parts[0] if parts[0] in ("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi") else "rn"
-    relu = "relu" in x.parts
-    if "satfinite" in x.parts or "sat" in x.parts:
+    """9.7.9.21. Integer to integer without .sat is inlined."""
+    *qualifiers, to, source_kind = x.parts[1:]
+    base, target = to.removesuffix("x2"), x.operands[0]
+    rounding = next((q for q in qualifiers if q in _INTEGRAL or q in ("rz", "rm", "rp")), "rn")
+    flush, saturate, relu = "ftz" in qualifiers, "sat" in qualifiers, "relu" in qualifiers
+    known = {"rn", "ftz", "sat", "relu", rounding}
+    if base != to or relu:  # cvt.frnd2{.relu}
+        known = {"rn", "rz", "relu"}
+    if base == "f64" and rounding not in _INTEGRAL:
+        known = {"rn", "ftz", "sat"}
+    if not known.issuperset(qualifiers) or ((base != to or relu) and source_kind != "f32"):
         raise PtxError(f"{x.opcode} is not modelled")
-    target = x.operands[0]
-    sources = [reader(program, v, element_bytes(source_kind)) for v in x.operands[1:]]
-    wide = {
-        "f32": lambda v: v.view(F32),
-        "bf16": formats.bf16_to_f32,
-        "f16": formats.f16_to_f32,
-        "f64": lambda v: v.view(np.float64),
-    }
+    n, source_bytes = element_bytes(base), element_bytes(source_kind)
+    sources = [reader(program, v, source_bytes) for v in x.operands[1:]]
+    view = SIGNED[source_bytes] if source_kind[0] == "s" else UNSIGNED[source_bytes]
+    limits = np.iinfo(SIGNED[n] if to[0] == "s" else UNSIGNED[n])
+    nan = 1 << 8 * n - 1 if source_kind == "f64" or n == 8 else 0
 
-    def narrow(kind: str, v):
-        v = v.astype(F32) if v.dtype != np.float64 else v
-        if relu:
-            v = np.where(v > 0, v, np.where(np.isnan(v), v, F32(0)))
-        if kind == "bf16":
-            return formats.f32_to_bf16_rz(v) if rounding == "rz" else formats.f32_to_bf16(v)
-        if kind == "f16" and rounding == "rn":
-            return formats.f32_to_f16(v)
-        if kind == "f32":
-            return v.astype(F32).view(U32)
-        if kind == "f64":
-            return v.astype(np.float64).view(U64)
-        raise PtxError(f"{x.opcode} is not modelled")
+    def to_integer(v: np.ndarray) -> np.ndarray:
+        clamped = [min(max(int(u), int(limits.min)), int(limits.max)) if u == u else nan for u in v]
+        return np.array([u % (1 << 8 * n) for u in clamped], UNSIGNED[n])
 
-    if to in ("bf16x2", "f16x2"):
-        half = to[:-2]
+    def convert(bits: np.ndarray) -> np.ndarray:
+        if source_kind not in _FLOATS:
+            v = bits.view(view)
+            if base not in _FLOATS:
+                return to_integer(v)
+            v = v.astype(np.float64) if base == "f64" else formats.integer_to_f64(v)
+        else:
+            v = formats.to_f64(bits, source_kind)
+            if flush and source_kind == "f32":
+                v = formats.ftz(v)
+        if rounding in _INTEGRAL:
+            v = _INTEGRAL[rounding](v)
+        if base not in _FLOATS:
+            return to_integer(np.clip(v, -1e30, 1e30))
+        if saturate:
+            v = np.where(v > 0, np.minimum(v, 1), 0.0)
+        out = formats.narrow(formats.relu(v) if relu else v, base, "rn" if rounding in _INTEGRAL else rounding)
+        return formats.ftz(out.view(F32)).view(U32) if flush and base == "f32" else out
 
-        def cvt_pair(w, R, m):
-            a, b = (narrow(half, s(w, R).view(F32)) for s in sources)
-            put(R, target, a.astype(U32) << U32(16) | b, m)
+    if base in ("f16", "bf16") and source_kind == "f32" and not {"rz", "rm", "rp", "sat", "ftz"} & set(qualifiers):
+        nearest = formats.f32_to_f16 if base == "f16" else formats.f32_to_bf16
 
-        return cvt_pair
-    if to in ("f32", "f64", "bf16", "f16") and source_kind in wide:
-        return lambda w, R, m: put(R, target, narrow(to, wide[source_kind](sources[0](w, R))), m)
-    if to in ("f32", "f64", "bf16", "f16"):  # from an integer
-        n = element_bytes(source_kind)
-        view = SIGNED[n] if source_kind[0] == "s" else UNSIGNED[n]
+        def convert(bits: np.ndarray) -> np.ndarray:
+            return nearest(formats.relu(bits.view(F32)) if relu else bits.view(F32))
 
-        def cvt_int(w, R, m):
-            v = sources[0](w, R).view(view)
-            put(R, target, narrow(to, v.astype(F32) if to != "f64" else v.astype(np.float64)), m)
+    if base == to:
+        return lambda w, R, m: put(R, target, widen(convert(sources[0](w, R)), to, target), m)
 
-        return cvt_int
-    n = element_bytes(to)  # float to integer, clamped, NaN -> 0
-    information = np.iinfo(SIGNED[n] if to[0] == "s" else UNSIGNED[n])
-    rounder = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding]
+    def cvt_pair(w, R, m):
+        high, low = (convert(s(w, R)) for s in sources)
+        put(R, target, high.astype(U32) << U32(16) | low, m)
 
-    def cvt_to_int(w, R, m):
-        v = rounder(wide[source_kind](sources[0](w, R)).astype(np.float64))
-        v = np.where(np.isnan(v), 0, v)
-        exact = [min(max(int(np.clip(u, -1e30, 1e30)), int(information.min)), int(information.max)) for u in v]
-        put(R, target, np.array(exact, information.dtype).view(UNSIGNED[n]), m)
-
-    return cvt_to_int
+    return cvt_pair
 
 
 # ---- barriers of warps and CTAs (9.7.13.1, 9.7.13.2) ---------------------------------------------

@@ -137,11 +137,11 @@ def box_addresses(tensor: TensorMap, coordinates: tuple[int, ...], target: int):
 
 @lru_cache(maxsize=65536)
 def operand_offsets(start: int, leading: int, stride: int, width: int, mn: int, k: int, mn_major: bool) -> np.ndarray:
-    """Byte address of every 16-bit element [mn, k] in shared memory (PTX ISA 9.7.15.5.1.2, 9.7.16.4).
+    """Byte address of every 16-bit element [mn, k] in shared memory (PTX ISA 9.7.15.5.1.2, 9.7.16.3).
 
     Swizzled K-major: atoms of 8 rows x width bytes, `stride` between them along mn. Swizzled MN-major: atoms of
     width bytes of mn x 8 k, `leading` between them along mn, `stride` along k. Without swizzle: 8 x 16-byte core
-    matrices, K-major `leading` along k and `stride` along mn, MN-major the other way round.
+    matrices, which MN-major turns; `leading` between them along k, `stride` along mn.
     """
     i = np.arange(mn)[:, None]
     j = np.arange(k)[None, :]

@@ -79,7 +79,7 @@ class Mbarrier:
         self.phase = 0
         self.observed = 0  # phases that a test_wait or try_wait has seen complete
         self.owner = self.owner_epoch = 0  # the warp that initialised it
-        self.fenced = False  # its initialisation is visible to the asynchronous proxy
+        self.fenced = False  # its initialisation is visible to the asynchronous proxy: ISA 9.0, 9.1 asks no fence
         self.clocks = clocks
         self.gathering = clocks.zero()
         self.done = clocks.zero()

@@ -11,7 +11,7 @@ import ctypes
 
 import numpy as np
 
-# Windows of the generic address space (PTX ISA 5.1); host addresses lie below both.
+# Windows of the generic address space (PTX ISA 6.4.1.1); host addresses lie below both.
 SHARED_WINDOW = 1 << 60
 LOCAL_WINDOW = 1 << 61
 POISON_BYTE = 0xCB

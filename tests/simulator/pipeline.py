@@ -162,19 +162,27 @@ class Mutated:
     kernel: str  # part of its symbol
     accum: str
     modes: tuple[str, ...]  # tried in this order until one sees the fault
+    num_sms: int
+    fragments: tuple[tuple[int, int, int], ...]  # (document of 128 tokens, first query, end)
 
 
 MUTATED = {
-    "sm90": Mutated("h200", "sm90", "sm9015backward_kernelILi16ELNS_7DqAccumE2", "fp32", ("late", "random", "eager")),
-    "sm100": Mutated("b200", "sm100", "sm10015backward_kernelILi16ELNS_7DqAccumE0", "bf16", ("late", "random", "isa", "eager")),
+    "sm90": Mutated(
+        "h200", "sm90", "sm9015backward_kernelILi16ELNS_7DqAccumE2", "fp32", ("late", "random", "eager"), 1,
+        ((0, 125, 128), (1, 127, 128), (2, 81, 92), (2, 108, 128)),
+    ),
+    "sm100": Mutated(
+        "b200", "sm100", "sm10015backward_kernelILi16ELNS_7DqAccumE0", "bf16", ("late", "random", "isa", "eager"), 2,
+        ((0, 108, 128), (1, 125, 128), (2, 127, 128)),
+    ),
 }  # fmt: skip
 
 
 def mutate(backend: str, part: int = 0, parts: int = 1, say=None) -> list[mutation.Mutation]:
     """Scores every `parts`-th generated mutation of a backend's main kernel, from the `part`-th on.
 
-    Three documents whose last 20, 3 and 1 of 128 tokens are the queries: tasks of 8, 8, 4, 3 and 1, three segments, two
-    CTAs, and weight on all keys. Mode "isa" is "late" with only the MMA order that the ISA promises.
+    Three segments: tasks of 8, 8, 4 tokens and of 3 and of 1 in two CTAs for Blackwell; of 3 and of 1 and of 8, 3, 8, 8, 4
+    in one CTA for Hopper, whose ring has three stages. Mode "isa" is "late" with only the MMA order that the ISA promises.
 
     Args:
         say: called with the line of the table of each mutation, as it is scored.
@@ -189,8 +197,7 @@ def mutate(backend: str, part: int = 0, parts: int = 1, say=None) -> list[mutati
     from simulator import SimulationError, Simulator
 
     target = MUTATED[backend]
-    tails = ((0, 108, 128), (1, 125, 128), (2, 127, 128))
-    data = cases.make(cases.Case("tails", (128, 128, 128), fragments=tails), seed=3)
+    data = cases.make(cases.Case("tails", (128, 128, 128), target.fragments), seed=3)
     expected = reference.backward(*data.arguments(), compute_dtype=torch.float64)
     original = {}
 
@@ -209,7 +216,7 @@ def mutate(backend: str, part: int = 0, parts: int = 1, say=None) -> list[mutati
             return text or original["text"]
 
         order = {"mode": "late", "mma_order": "isa"} if mode == "isa" else {"mode": mode}
-        simulator = Simulator(target.device, num_sms=2, seed=seed, **order)
+        simulator = Simulator(target.device, num_sms=target.num_sms, seed=seed, **order)
         simulator.rewrite = rewrite
         with simulator:
             try:

@@ -1,11 +1,11 @@
 """tcgen05: tensor memory, its loads, stores and MMAs, cta_group::1 (PTX ISA 9.1, section 9.7.16).
 
 Order across threads (9.7.16.6.3): what a warp's tensor-memory accesses did is handed over by wait::ld/st, then
-fence::before_thread_sync, then a release; and taken by an acquire, then fence::after_thread_sync. `commit` implies the
-fence before.
+fence::before_thread_sync, then an arrival, relaxed or not; and taken by a wait for it, then fence::after_thread_sync.
+`commit` implies the fence before (9.7.16.6.4.2).
 
-Order of one thread's MMAs: the ISA promises it only to a pair with the same accumulator, shape, kind and cta_group
-(9.7.16.6.2, pipelined instructions); a commit comes after all of them. `mma_order="issue"` keeps them all in order, as
+Order of one thread's MMAs: the ISA promises it only to a pair with the same accumulator, shape and cta_group
+(9.7.16.6.2, pipelined instructions; from 9.2 on also kind); a commit comes after all of them. `mma_order="issue"` keeps them all in order, as
 published kernels assume; "isa" has a queue and an asynchronous agent for each (accumulator, shape).
 """
 
@@ -396,7 +396,7 @@ def decode_instruction(descriptor: int) -> tuple[int, int, str, str, bool, bool,
     n, m = (descriptor >> 17 & 0x3F) << 3, (descriptor >> 24 & 0x1F) << 4
     if m not in (64, 128):
         raise LayoutError(f"instruction descriptor {descriptor:#x}: M = {m}, expected 64 or 128")
-    step = m // 8
+    step = m // 8  # for M = 128 the ISA's table has steps of 8 too, CUTLASS asks for 16
     if n % step or not step <= n <= 256:
         raise LayoutError(f"instruction descriptor {descriptor:#x}: N = {n} is not a multiple of {step} up to 256")
     negated = bool(descriptor >> 13 & 1) != bool(descriptor >> 14 & 1)
@@ -521,7 +521,7 @@ def _build_mma(program, x: Instruction):
 
 
 def _build_commit(program, x: Instruction):
-    """Arrives when the thread's earlier MMAs have completed; implies fence::before_thread_sync (9.7.16.12.1)."""
+    """Arrives when the thread's earlier MMAs have completed; implies fence::before_thread_sync (9.7.16.12.1, 9.7.16.6.4.2)."""
     if "multicast__cluster" in x.parts:
         raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
     where = _shared_address(program, x.operands[0], ["", "shared"])

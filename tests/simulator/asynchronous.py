@@ -136,7 +136,7 @@ def _build_bulk(program, x: Instruction):
         return tensor_copy
     size_of = reader(program, operands[2], 4)
     if to_shared:
-        source = address_reader(program, operands[1], "global")
+        source = address_reader(program, operands[1])
 
         def bulk_load(w, R, m):
             for lane in lanes_of(m):
@@ -146,7 +146,7 @@ def _build_bulk(program, x: Instruction):
                 )  # fmt: skip
 
         return bulk_load
-    target_global = address_reader(program, operands[0], "global")
+    target_global = address_reader(program, operands[0])
     source_shared = _shared_address(program, operands[1], ["", "shared"])
 
     def bulk_store(w, R, m):
@@ -244,12 +244,12 @@ def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:
                 view = source.data[: source.size // 16 * 16].reshape(-1, 16)
                 values[inside] = view[offsets // 16]
                 if not source.all_initialised:
-                    source.check_initialised((offsets[:, None] // 4 + np.arange(4)).ravel(), 4, source.base)
+                    source.check_initialised((offsets[:, None] // 4 + np.arange(4)).ravel(), 4)
             else:
                 index = offsets[:, None] + np.arange(chunk)
                 values[inside] = source.data[index]
                 if not source.all_initialised:
-                    source.check_initialised(index.ravel(), 1, source.base)
+                    source.check_initialised(index.ravel(), 1)
         data = w.cta.shared.data
         if chunk == 16:
             data[: data.nbytes // 16 * 16].reshape(-1, 16)[shared // 16] = values
@@ -267,7 +267,7 @@ def _bulk_load(w, x, target: int, source: int, size: int, barrier: int) -> None:
     def fill():
         region, offset = w.machine.memory.bytes_at(source, size)
         if not region.all_initialised:
-            region.check_initialised(np.arange(offset // 4, (offset + size) // 4), 4, region.base)
+            region.check_initialised(np.arange(offset // 4, (offset + size) // 4), 4)
         w.cta.shared.data[target : target + size] = region.data[offset : offset + size]
 
     _load(w, x, "a bulk copy to shared memory", target, size, barrier, fill)
@@ -312,7 +312,7 @@ def _bulk_store(w, x, lane: int, target: int, source: int, size: int, kind: str 
             region.data[offset : offset + size] = held["data"]
         else:
             if not region.all_initialised:
-                region.check_initialised(np.arange(offset // 4, (offset + size) // 4), 4, region.base)
+                region.check_initialised(np.arange(offset // 4, (offset + size) // 4), 4)
             _add_bytes(region.data[offset : offset + size], held["data"], kind)
         region.mark(offset, offset + size)
         w.machine.progress += 1

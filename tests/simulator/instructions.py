@@ -7,13 +7,15 @@ function that says whether a group of lanes must wait before the instruction. Se
 from __future__ import annotations
 
 import functools
+import re
+import sys
 
 import numpy as np
 
 from . import formats, memory
 from .formats import F32, U16, U32, U64
 from .machine import FULL, LANES, Converge, Mbarrier, Wait
-from .memory import LOCAL_WINDOW, SHARED_WINDOW, MemoryFault
+from .memory import ALL_LANES, LOCAL_WINDOW, SHARED_WINDOW, Fault, MemoryFault
 from .ptx import Address, Immediate, Instruction, PtxError, Register, Sink, Special, Symbol, Vector
 
 I32, I64 = np.int32, np.int64
@@ -80,13 +82,15 @@ def reader(program, operand, size: int):
             return lambda w, R: R[i].astype(kind)
         return lambda w, R: R[i]
     if isinstance(operand, (Immediate, Symbol)):
-        value = operand.value if isinstance(operand, Immediate) else symbol_value(program, operand)
+        value = operand.bits(size) if isinstance(operand, Immediate) else symbol_value(program, operand)
         array = np.full(LANES, bool(value)) if size == 0 else np.full(LANES, value % (1 << 8 * size), UNSIGNED[size])
         return lambda w, R: array
     if isinstance(operand, Special):
         name, kind = operand.name, UNSIGNED[size]
         if name in ("%tid.x", "%tid.y", "%tid.z", "%laneid", "%warpid"):
             return lambda w, R: w.specials[name].astype(kind)
+        if name not in SPECIALS:
+            raise PtxError(f"special register {name} is not modelled")
         return lambda w, R: special(w, name).astype(kind)
     if isinstance(operand, tuple) and operand[0] == "not":
         i = operand[1].index
@@ -101,17 +105,16 @@ def put(R: list, register, value: np.ndarray, mask) -> None:
     R[i] = value if mask is None else np.where(mask, value, R[i])
 
 
-def address_reader(program, operand, space: str):
-    """Function of (warp, registers) that gives 64-bit addresses."""
+def address_reader(program, operand):
+    """Function of (warp, registers) that gives 64-bit addresses (6.4.1)."""
     offset = 0
     if isinstance(operand, Address):
         offset, operand = operand.offset, operand.base
-    base = reader(program, operand, 4 if isinstance(operand, Register) and operand.bytes == 4 else 8)
-    delta = U64(offset % (1 << 64))
-    if space == "shared":
-        return lambda w, R: (base(w, R).astype(U64) + delta) & U64(0xFFFFFFFF)
+    narrow = isinstance(operand, Register) and operand.bytes == 4
+    base = reader(program, operand, 4 if narrow else 8)
+    delta, limit = U64(offset % (1 << 64)), U64(0xFFFFFFFF if narrow else 0xFFFFFFFFFFFFFFFF)
     if offset:
-        return lambda w, R: base(w, R).astype(U64) + delta
+        return lambda w, R: (base(w, R).astype(U64) + delta) & limit
     return lambda w, R: base(w, R).astype(U64)
 
 
@@ -123,13 +126,13 @@ def space_of(parts: list[str]) -> str:
 
 
 def lanes_of(mask) -> np.ndarray:
-    return np.arange(LANES) if mask is None else np.flatnonzero(mask)
+    return ALL_LANES if mask is None else np.flatnonzero(mask)
 
 
 # ---- loads and stores (9.7.9.8, 9.7.9.11) --------------------------------------------------------
 
 
-def _split_generic(w, addresses: np.ndarray):
+def _split_generic(addresses: np.ndarray):
     """(space, addresses, selection or None) of a generic access."""
     high = addresses >= U64(SHARED_WINDOW)
     if not high.any():
@@ -147,24 +150,63 @@ def _split_generic(w, addresses: np.ndarray):
             yield name, addresses[chosen] - U64(base), chosen
 
 
-def read_memory(w, space: str, addresses: np.ndarray, element: int, count: int) -> list[np.ndarray]:
+def _check_written(w, region, index, element: int, addresses: np.ndarray, lanes: np.ndarray) -> None:
+    """Reports a read of never-written bytes, which may go on."""
+    if not region.all_initialised:
+        missing = region.never_written(index, element)
+        if missing.any():
+            at = int(missing.argmax())
+            text = f"read of never-written memory at {int(addresses[at]):#x} ({region.name})"
+            w.report_fault(MemoryFault("uninitialised", text, lanes[at]))
+
+
+def _load(w, region, offsets, element: int, count: int, addresses: np.ndarray, lanes: np.ndarray) -> list[np.ndarray]:
+    """`count` consecutive elements of every access, one array an element."""
+    index, view = region.index(offsets, element), region.views[element]
+    out = []
+    for i in range(count):
+        at = index + i if i else index
+        _check_written(w, region, at, element, addresses, lanes)
+        out.append(view[at])
+    return out
+
+
+def _local(w, addresses: np.ndarray, size: int, lanes: np.ndarray):
+    """The warp's local memory and offsets in it: every lane has its own part."""
+    limit = w.cta.program.local_bytes
+    memory.check_inside(addresses, size, limit, "local memory", lanes)
+    part = -(-limit // 16) * 16
+    if w.local is None:
+        data = np.full(LANES * part, memory.POISON_BYTE, np.uint8)
+        w.local = memory.Region(0, data, False, "local memory of the thread")
+    return w.local, addresses + (lanes * part).astype(U64)
+
+
+def read_memory(
+    w, space: str, addresses: np.ndarray, element: int, count: int, lanes: np.ndarray = ALL_LANES
+) -> list[np.ndarray]:
+    """What the `lanes` read, `count` elements each, one array an element."""
     size = element * count
-    memory.check_alignment(addresses, size)
+    memory.check_alignment(addresses, size, lanes)
     if space == "shared":
         region = w.cta.shared
-        if int(addresses.max()) + size > region.size:
-            raise MemoryFault("out_of_bounds", f"shared load at {int(addresses.max()):#x}, {region.size} allocated")
+        memory.check_inside(addresses, size, region.size, region.name, lanes)
         if w.machine.track:
             text = w.cta.clocks.generic_read(w.index, w.cta.granules(addresses, size), w.line, size < 4)
             if text:
                 w.report("race", text)
-        return memory.load(region, addresses, element, count)
+        return _load(w, region, addresses, element, count, addresses, lanes)
     if space == "local":
-        return local_access(w, addresses, element, count, None)
+        region, offsets = _local(w, addresses, size, lanes)
+        return _load(w, region, offsets, element, count, addresses, lanes)
+    if space == "param":
+        region = w.cta.launch.parameters
+        memory.check_inside(addresses, size, region.size, region.name, lanes)
+        return _load(w, region, addresses + U64(region.base), element, count, addresses, lanes)
     if space == "generic":
         out = None
-        for name, part, chosen in _split_generic(w, addresses):
-            values = read_memory(w, name, part, element, count)
+        for name, part, chosen in _split_generic(addresses):
+            values = read_memory(w, name, part, element, count, lanes if chosen is None else lanes[chosen])
             if chosen is None:
                 return values
             if out is None:
@@ -173,24 +215,29 @@ def read_memory(w, space: str, addresses: np.ndarray, element: int, count: int) 
                 target[chosen] = value
         return out
     out = None
-    for region, chosen in w.machine.memory.groups(addresses, size):
+    for region, chosen in w.machine.memory.groups(addresses, size, lanes):
+        part, those = (addresses, lanes) if chosen is None else (addresses[chosen], lanes[chosen])
+        if space == "const" and not region.constant:
+            raise MemoryFault("out_of_bounds", f"ld.const at {int(part[0]):#x}, in {region.name}", those[0])
+        values = _load(w, region, part, element, count, part, those)
         if chosen is None:
-            return memory.load(region, addresses, element, count)
+            return values
         if out is None:
             out = [np.zeros(len(addresses), UNSIGNED[element]) for _ in range(count)]
-        for target, value in zip(out, memory.load(region, addresses[chosen], element, count)):
+        for target, value in zip(out, values):
             target[chosen] = value
     return out
 
 
-def write_memory(w, space: str, addresses: np.ndarray, values: list[np.ndarray], element: int) -> None:
+def write_memory(
+    w, space: str, addresses: np.ndarray, values: list[np.ndarray], element: int, lanes: np.ndarray = ALL_LANES
+) -> None:
     size = element * len(values)
-    memory.check_alignment(addresses, size)
+    memory.check_alignment(addresses, size, lanes)
     w.machine.progress += 1
     if space == "shared":
         region = w.cta.shared
-        if int(addresses.max()) + size > region.size:
-            raise MemoryFault("out_of_bounds", f"shared store at {int(addresses.max()):#x}, {region.size} allocated")
+        memory.check_inside(addresses, size, region.size, region.name, lanes)
         if w.machine.track:
             text = w.cta.clocks.generic_write(w.index, w.cta.granules(addresses, size), w.line, size < 4)
             if text:
@@ -198,34 +245,21 @@ def write_memory(w, space: str, addresses: np.ndarray, values: list[np.ndarray],
         memory.store(region, addresses, values, element)
         return
     if space == "local":
-        local_access(w, addresses, element, len(values), values)
+        region, offsets = _local(w, addresses, size, lanes)
+        memory.store(region, offsets, values, element)
         return
     if space == "generic":
-        for name, part, chosen in _split_generic(w, addresses):
-            write_memory(w, name, part, values if chosen is None else [v[chosen] for v in values], element)
+        for name, part, chosen in _split_generic(addresses):
+            if chosen is None:
+                write_memory(w, name, part, values, element, lanes)
+            else:
+                write_memory(w, name, part, [v[chosen] for v in values], element, lanes[chosen])
         return
-    for region, chosen in w.machine.memory.groups(addresses, size):
+    for region, chosen in w.machine.memory.groups(addresses, size, lanes):
         if chosen is None:
-            memory.store(region, addresses, values, element)
+            memory.store(region, addresses, values, element, lanes)
         else:
-            memory.store(region, addresses[chosen], [v[chosen] for v in values], element)
-
-
-def local_access(w, addresses, element: int, count: int, values):
-    """Local memory is private: lane l of the accessing lanes owns row l."""
-    if w.local is None:
-        size = max(w.cta.program.local_bytes, 1)
-        w.local = np.full((LANES, -(-size // 8) * 8), memory.POISON_BYTE, np.uint8)
-    if int(addresses.max()) + element * count > w.local.shape[1]:
-        raise MemoryFault("out_of_bounds", f"local access at {int(addresses.max()):#x}")
-    view = w.local.view(UNSIGNED[element])
-    lanes = w.active_lanes
-    index = (addresses // U64(element)).astype(np.int64)
-    if values is None:
-        return [view[lanes, index + i] for i in range(count)]
-    for i, value in enumerate(values):
-        view[lanes, index + i] = value
-    return None
+            memory.store(region, addresses[chosen], [v[chosen] for v in values], element, lanes[chosen])
 
 
 def _items(operand) -> tuple:
@@ -240,49 +274,35 @@ def build_ld(program, x: Instruction):
     parts, kind = x.parts, x.parts[-1]
     element, targets = element_bytes(kind), _items(x.operands[0])
     space = space_of(parts)
-    if space == "const":
-        space = "global"
-    if space == "param":
-        address = x.operands[1]
-        if _is_call_parameter(address.base):
-            return lambda w, R, m: put(R, targets[0], R[address.base.index], m)
-        if isinstance(address.base, Symbol):
-            offset = symbol_value(program, address.base) + address.offset
+    address = x.operands[1]
+    if space == "param" and _is_call_parameter(address.base):
+        _check_call_parameter(address)
+        return lambda w, R, m: put(R, targets[0], R[address.base.index], m)
+    if space == "param" and isinstance(address.base, Symbol):
+        offset = symbol_value(program, address.base) + address.offset
+        size = element * len(targets)
+        if offset % size == 0 and 0 <= offset <= program.kernel.parameter_bytes - size:
 
             def ld_param(w, R, m):
                 for i, target in enumerate(targets):
                     put(R, target, widen(w.cta.launch.parameter(offset + i * element, element), kind, target), m)
 
             return ld_param
-        where = address_reader(program, address, space)
-
-        def ld_param_at(w, R, m):
-            lanes = lanes_of(m)
-            addresses = where(w, R)[lanes]
-            for i, target in enumerate(targets):
-                values = np.zeros(LANES, UNSIGNED[element])
-                for address in np.unique(addresses):
-                    value = w.cta.launch.parameter(int(address) + i * element, element)[0]
-                    values[lanes[addresses == address]] = value
-                put(R, target, widen(values, kind, target), m)
-
-        return ld_param_at
-    where = address_reader(program, x.operands[1], space)
+    where = address_reader(program, address)
     count = len(targets)
 
     def ld(w, R, m):
         addresses = where(w, R)
         if m is None:
-            w.active_lanes = slice(None)
             for target, value in zip(targets, read_memory(w, space, addresses, element, count)):
                 if type(target) is Register:
                     R[target.index] = value if target.bytes == element else widen(value, kind, target)
             return
-        w.active_lanes = np.flatnonzero(m)
-        for target, value in zip(targets, read_memory(w, space, addresses[m], element, count)):
+        lanes = np.flatnonzero(m)
+        for target, value in zip(targets, read_memory(w, space, addresses[lanes], element, count, lanes)):
             if type(target) is Register:
                 new = R[target.index].copy()
-                new[m] = widen(value, kind, target)
+                new[lanes] = widen(value, kind, target)
                 R[target.index] = new
 
     return ld
@@ -292,24 +312,107 @@ def _is_call_parameter(operand) -> bool:
     return isinstance(operand, Register) and not operand.name.startswith("%")
 
 
+def _check_call_parameter(address: Address) -> None:
+    if address.offset:
+        raise PtxError("a part of a call's parameter is not modelled")
+
+
 def build_call(program, x: Instruction):
     """Of the device functions every toolkit provides; real calls are not modelled."""
-    names = [o.name for o in x.operands if isinstance(o, Symbol)]
-    if names != ["__assertfail"]:
-        raise PtxError(f"{program.name}, line {x.line}: call of {names} is not modelled")
-    message, file, line = (p.index for p in x.operands[1].items[:3])
+    name = next((o.name for o in x.operands if isinstance(o, Symbol)), "a register")
+    if name not in _FUNCTIONS:
+        raise PtxError(f"{program.name}, line {x.line}: a call of {name} is not modelled")
+    return _FUNCTIONS[name](program, x)
 
-    def text(w, address: int) -> str:
-        region, offset = w.machine.memory.bytes_at(address, 1)
-        return region.data[offset:].tobytes().split(b"\0")[0].decode(errors="replace")
+
+def _assertfail(program, x: Instruction):
+    message, file, line = (p.index for p in x.operands[1].items[:3])
 
     def assertfail(w, R, m):
         lane = lanes_of(m)[0]
-        where = f"{text(w, int(R[file][lane]))}:{int(R[line][lane])}"
-        w.report("trap", f"assertion failed: {text(w, int(R[message][lane]))} ({where})")
-        w.groups = []
+        where = f"{_c_string(w, int(R[file][lane]), lane)}:{int(R[line][lane])}"
+        raise Fault("trap", f"assertion failed: {_c_string(w, int(R[message][lane]), lane)} ({where})", lane)
 
     return assertfail
+
+
+def _read_generic(w, address: int, size: int, lane: int) -> np.ndarray:
+    return read_memory(w, "generic", np.array([address], U64), size, 1, np.array([lane]))[0]
+
+
+def _c_string(w, address: int, lane: int) -> str:
+    text = bytearray()
+    while byte := int(_read_generic(w, address + len(text), 1, lane)[0]):
+        text.append(byte)
+    return text.decode(errors="replace")
+
+
+def _vprintf(program, x: Instruction):
+    """printf of a format and a buffer of arguments, each aligned to its size; returns how many there were."""
+    *results, _, parameters = x.operands
+    form, buffer = (reader(program, p, 8) for p in parameters.items)
+
+    def vprintf(w, R, m):
+        counts = np.zeros(LANES, U32)
+        for lane in lanes_of(m):
+            address = int(form(w, R)[lane])
+            if address == 0:
+                counts[lane] = 0xFFFFFFFF
+                continue
+            text, counts[lane] = _format(w, x, _c_string(w, address, lane), int(buffer(w, R)[lane]), lane)
+            sys.stdout.write(text)
+        if results:
+            put(R, results[0].items[0], counts, m)
+
+    return vprintf
+
+
+_CONVERSION = re.compile(r"%([-+ 0#]*)(\*|\d*)((?:\.(?:\*|\d*))?)(hh|h|ll|l|z)?([diuxXocspeEfFgG%])|%")
+
+
+def _format(w, x: Instruction, form: str, buffer: int, lane: int) -> tuple[str, int]:
+    """A printf's text and its number of arguments.
+
+    Raises:
+        PtxError: a conversion that is not modelled.
+    """
+    offset = count = 0
+
+    def argument(size: int) -> np.ndarray:
+        nonlocal offset, count
+        offset = -(-offset // size) * size
+        value = _read_generic(w, buffer + offset, size, lane)
+        offset, count = offset + size, count + 1
+        return value
+
+    def convert(found: re.Match) -> str:
+        flags, width, precision, size, kind = found.groups()
+        if kind is None or (kind == "o" and "#" in flags):
+            raise PtxError(f"{w.cta.program.name}, line {x.line}: the printf format {form!r} is not modelled")
+        if kind == "%":
+            return "%"
+        width = str(argument(4).view(I32)[0]) if width == "*" else width
+        precision = f".{argument(4).view(I32)[0]}" if precision == ".*" else precision
+        if kind in "eEfFgG":
+            value = argument(8).view(np.float64)[0]
+        elif kind in "sp":
+            pointer = int(argument(8)[0])
+            if kind == "s":
+                value = _c_string(w, pointer, lane) if pointer else "(null)"
+            else:
+                value, kind = hex(pointer) if pointer else "(nil)", "s"
+        else:
+            bits = argument(8 if size in ("l", "ll", "z") else 4)
+            bits = bits.astype(UNSIGNED[{"h": 2, "hh": 1}.get(size, bits.itemsize)])
+            value = int(bits.view(SIGNED[bits.itemsize])[0] if kind in "di" else bits[0])
+            if kind == "c":
+                value, kind = chr(value & 0xFF), "s"
+        return f"%{flags}{width}{precision}{kind}" % value
+
+    return _CONVERSION.sub(convert, form), count
+
+
+_FUNCTIONS = {"__assertfail": _assertfail, "vprintf": _vprintf}
 
 
 def widen(value: np.ndarray, kind: str, target) -> np.ndarray:
@@ -327,20 +430,22 @@ def build_st(program, x: Instruction):
     element = element_bytes(kind)
     space = space_of(parts)
     if space == "param" and _is_call_parameter(x.operands[0].base):
+        _check_call_parameter(x.operands[0])
         source = reader(program, x.operands[1], element)
         return lambda w, R, m: put(R, x.operands[0].base, source(w, R), m)
-    where = address_reader(program, x.operands[0], space)
+    if space in ("param", "const"):
+        raise PtxError(f"a store to .{space} is not modelled")
+    where = address_reader(program, x.operands[0])
     sources = [reader(program, v, element) for v in _items(x.operands[1])]
 
     def st(w, R, m):
         addresses = where(w, R)
         values = [s(w, R) for s in sources]
         if m is None:
-            w.active_lanes = slice(None)
             write_memory(w, space, addresses, values, element)
         else:
-            w.active_lanes = np.flatnonzero(m)
-            write_memory(w, space, addresses[m], [v[m] for v in values], element)
+            lanes = np.flatnonzero(m)
+            write_memory(w, space, addresses[lanes], [v[lanes] for v in values], element, lanes)
 
     return st
 
@@ -382,7 +487,7 @@ def build_atomic(program, x: Instruction):
     target = operands.pop(0) if has_result else Sink()
     op = next(p for p in parts if p in ("add", "and", "or", "xor", "exch", "min", "max", "cas", "inc", "dec"))
     element, space = element_bytes(kind), space_of(parts)
-    where = address_reader(program, operands[0], space)
+    where = address_reader(program, operands[0])
     sources = [reader(program, v, element) for v in _items(operands[1])]
     second = reader(program, operands[2], element) if op == "cas" else None
     functions = {s: _atomic_function(op, kind, kind == "f32" and s == "global") for s in ("global", "shared")}
@@ -393,7 +498,7 @@ def build_atomic(program, x: Instruction):
         addresses = where(w, R)[lanes]
         values = [s(w, R)[lanes] for s in sources]
         third = second(w, R)[lanes] if second else values[0]
-        olds = atomic_update(w, space, addresses, values, third, element, functions)
+        olds = atomic_update(w, space, addresses, values, third, element, functions, lanes)
         if has_result:
             for t, old in zip(targets, olds):
                 if isinstance(t, Register):
@@ -404,45 +509,44 @@ def build_atomic(program, x: Instruction):
     return atomic
 
 
-def atomic_update(w, space, addresses, values, third, element: int, functions: dict) -> list[np.ndarray]:
+def atomic_update(w, space, addresses, values, third, element: int, functions: dict, lanes) -> list[np.ndarray]:
     """Applies the space's function lane by lane, in lane order; returns the old values."""
     if space == "generic":
         olds = [np.zeros(len(addresses), UNSIGNED[element]) for _ in values]
-        for name, part, chosen in _split_generic(w, addresses):
+        for name, part, chosen in _split_generic(addresses):
             chosen = slice(None) if chosen is None else chosen
-            some = atomic_update(w, name, part, [v[chosen] for v in values], third[chosen], element, functions)
+            chosen_values = [v[chosen] for v in values]
+            some = atomic_update(w, name, part, chosen_values, third[chosen], element, functions, lanes[chosen])
             for old, value in zip(olds, some):
                 old[chosen] = value
         return olds
     if space not in functions:
-        raise MemoryFault("out_of_bounds", f"atomic at {space} {int(addresses[0]):#x}")
+        raise MemoryFault("out_of_bounds", f"atomic at {space} {int(addresses[0]):#x}", lanes[0])
     function = functions[space]
-    memory.check_alignment(addresses, element * len(values))
+    memory.check_alignment(addresses, element * len(values), lanes)
     w.machine.progress += 1
     size = element * len(values)
     if space == "shared":
         region = w.cta.shared
-        if int(addresses.max()) + size > region.size:
-            raise MemoryFault("out_of_bounds", f"shared atomic at {int(addresses.max()):#x}")
+        memory.check_inside(addresses, size, region.size, region.name, lanes)
         if w.machine.track:
             text = w.cta.clocks.generic_atomic(w.index, w.cta.granules(addresses, size), w.line, size < 4)
             if text:
                 w.report("race", text)
         pieces = [(region, None)]
     else:
-        pieces = list(w.machine.memory.groups(addresses, size))
+        pieces = list(w.machine.memory.groups(addresses, size, lanes))
     olds = [np.zeros(len(addresses), UNSIGNED[element]) for _ in values]
     for region, chosen in pieces:
         if region.read_only:
-            raise MemoryFault("out_of_bounds", f"atomic on read-only {region.name}")
+            raise MemoryFault("out_of_bounds", f"atomic on read-only {region.name}", lanes[0])
         which = np.arange(len(addresses)) if chosen is None else np.flatnonzero(chosen)
-        index = ((addresses[which] - U64(region.base)) // U64(element)).astype(np.int64)
+        index = region.index(addresses[which], element)
         view = region.views[element]
         unique = len(np.unique(index)) == len(index)
         for i, value in enumerate(values):
             at = index + i
-            if not region.all_initialised:
-                region.check_initialised(at, element, region.base)
+            _check_written(w, region, at, element, addresses[which], lanes[which])
             if unique:
                 olds[i][which] = view[at]
                 view[at] = function(view[at], value[which], third[which])
@@ -561,11 +665,9 @@ def build_redux(program, x: Instruction):
     function = {**functions, "xor": np.bitwise_xor}[op]
 
     def redux(w, R, m):
-        value = source(w, R)[FULL if m is None else m]
-        if kind == "s32":
-            value = value.view(I32)
-        result = _redux_f32(value.view(F32), x.parts) if kind == "f32" else function.reduce(value)
-        put(R, x.operands[0], np.full(LANES, result, result.dtype).view(U32), m)
+        value = source(w, R)[FULL if m is None else m].view({"s32": I32, "f32": F32}.get(kind, U32))
+        result = _redux_f32(value, x.parts) if kind == "f32" else function.reduce(value)
+        put(R, x.operands[0], np.full(LANES, result, value.dtype).view(U32), m)
 
     return redux
 
@@ -791,7 +893,9 @@ def build_lop3(program, x: Instruction):
 def _high_product(a: np.ndarray, b: np.ndarray, kind: str) -> np.ndarray:
     n = element_bytes(kind)
     view = SIGNED[n] if kind[0] == "s" else UNSIGNED[n]
-    return np.array([(int(p) * int(q) >> 8 * n) % (1 << 8 * n) for p, q in zip(a.view(view), b.view(view))], UNSIGNED[n])
+    return np.array(
+        [(int(p) * int(q) >> 8 * n) % (1 << 8 * n) for p, q in zip(a.view(view), b.view(view))], UNSIGNED[n]
+    )
 
 
 def build_mul_hi(program, x: Instruction):
@@ -926,47 +1030,42 @@ def build_cvt(program, x: Instruction):
     base, target = to.removesuffix("x2"), x.operands[0]
     rounding = next((q for q in qualifiers if q in _INTEGRAL or q in ("rz", "rm", "rp")), "rn")
     flush, saturate, relu = "ftz" in qualifiers, "sat" in qualifiers, "relu" in qualifiers
-    known = {"rn", "ftz", "sat", "relu", rounding}
-    if base != to or relu:  # cvt.frnd2{.relu}
-        known = {"rn", "rz", "relu"}
-    if base == "f64" and rounding not in _INTEGRAL:
-        known = {"rn", "ftz", "sat"}
-    if not known.issuperset(qualifiers) or ((base != to or relu) and source_kind != "f32"):
+    known = {"rn", "ftz", "sat", rounding}
+    if base != to or relu:
+        known = {"rn", "rz", "relu"} if source_kind == "f32" else set()
+    elif base == "f64":
+        known -= {"rz", "rm", "rp"}
+    truncates = source_kind in _FLOATS and base not in _FLOATS
+    if not known.issuperset(qualifiers) or (truncates and rounding not in _INTEGRAL):
         raise PtxError(f"{x.opcode} is not modelled")
     n, source_bytes = element_bytes(base), element_bytes(source_kind)
     sources = [reader(program, v, source_bytes) for v in x.operands[1:]]
     view = SIGNED[source_bytes] if source_kind[0] == "s" else UNSIGNED[source_bytes]
     limits = np.iinfo(SIGNED[n] if to[0] == "s" else UNSIGNED[n])
     nan = 1 << 8 * n - 1 if source_kind == "f64" or n == 8 else 0
+    plain = source_kind == "f32" and {"rn", "relu"}.issuperset(qualifiers)
+    nearest = {"f16": formats.f32_to_f16, "bf16": formats.f32_to_bf16}.get(base) if plain else None
 
-    def to_integer(v: np.ndarray) -> np.ndarray:
+    def clamp(v: np.ndarray) -> np.ndarray:
         clamped = [min(max(int(u), int(limits.min)), int(limits.max)) if u == u else nan for u in v]
         return np.array([u % (1 << 8 * n) for u in clamped], UNSIGNED[n])
 
     def convert(bits: np.ndarray) -> np.ndarray:
-        if source_kind not in _FLOATS:
-            v = bits.view(view)
-            if base not in _FLOATS:
-                return to_integer(v)
-            v = v.astype(np.float64) if base == "f64" else formats.integer_to_f64(v)
-        else:
+        if nearest:
+            return nearest(formats.relu(bits.view(F32)) if relu else bits.view(F32))
+        if source_kind in _FLOATS:
             v = formats.to_f64(bits, source_kind)
-            if flush and source_kind == "f32":
-                v = formats.ftz(v)
-        if rounding in _INTEGRAL:
-            v = _INTEGRAL[rounding](v)
+            v = formats.ftz(v) if flush and source_kind == "f32" else v
+            v = _INTEGRAL[rounding](v) if rounding in _INTEGRAL else v
+        else:
+            v = bits.view(view)
         if base not in _FLOATS:
-            return to_integer(np.clip(v, -1e30, 1e30))
-        if saturate:
-            v = np.where(v > 0, np.minimum(v, 1), 0.0)
+            return clamp(np.clip(v, -1e30, 1e30) if truncates else v)
+        if source_kind not in _FLOATS:
+            v = v.astype(np.float64) if base == "f64" else formats.integer_to_f64(v)
+        v = np.where(v > 0, np.minimum(v, 1), 0.0) if saturate else v
         out = formats.narrow(formats.relu(v) if relu else v, base, "rn" if rounding in _INTEGRAL else rounding)
         return formats.ftz(out.view(F32)).view(U32) if flush and base == "f32" else out
-
-    if base in ("f16", "bf16") and source_kind == "f32" and not {"rz", "rm", "rp", "sat", "ftz"} & set(qualifiers):
-        nearest = formats.f32_to_f16 if base == "f16" else formats.f32_to_bf16
-
-        def convert(bits: np.ndarray) -> np.ndarray:
-            return nearest(formats.relu(bits.view(F32)) if relu else bits.view(F32))
 
     if base == to:
         return lambda w, R, m: put(R, target, widen(convert(sources[0](w, R)), to, target), m)
@@ -1111,6 +1210,49 @@ def gate_converge(program, x: Instruction, mask_operand: int | None):
     return gate
 
 
+# ---- the barrier of a cluster (9.7.13.3), which is of one CTA ------------------------------------
+
+
+def build_cluster_barrier(program, x: Instruction):
+    def arrive(w, R, m):
+        if not _cluster_arrived(w):
+            w.report("barrier", "a warp arrives again at barrier.cluster before the barrier completes")
+        w.cluster_arrivals += 1
+        clocks = w.cta.clocks
+        gathering = w.cta.cluster_clocks.setdefault(w.cluster_arrivals, clocks.zero())
+        if "relaxed" not in x.parts:
+            for mine, other in zip(gathering, clocks.release(w.index)):
+                np.maximum(mine, other, out=mine)
+        w.machine.progress += 1
+
+    def wait(w, R, m):
+        if w.cluster_waits == w.cluster_arrivals:
+            w.report("barrier", "barrier.cluster.wait without a barrier.cluster.arrive before it")
+        else:
+            w.cta.clocks.acquire(w.index, w.cta.cluster_clocks[w.cluster_arrivals])
+        w.cluster_waits = w.cluster_arrivals
+
+    return arrive if "arrive" in x.parts else wait
+
+
+def _cluster_arrived(w) -> bool:
+    """Whether every warp that has not exited has arrived as often as this one."""
+    return all(v.finished or v.cluster_arrivals >= w.cluster_arrivals for v in w.cta.warps)
+
+
+def gate_cluster_barrier(program, x: Instruction):
+    """Both wait for the other lanes of their warp."""
+    converge = gate_converge(program, x, None)
+
+    def gate(w, R, m):
+        wait = converge(w, R, m)
+        if wait is None and "wait" in x.parts and not _cluster_arrived(w):
+            wait = Wait("barrier.cluster", lambda: _cluster_arrived(w))
+        return wait
+
+    return gate
+
+
 # ---- mbarrier (9.7.13.15) ------------------------------------------------------------------------
 
 
@@ -1127,7 +1269,7 @@ def mbarrier_at(w, address: int, line: int):
 
 def _shared_address(program, operand, parts: list[str]):
     space = space_of(parts)
-    where = address_reader(program, operand, space)
+    where = address_reader(program, operand)
     if space == "shared":
         return where
     return lambda w, R: where(w, R) - U64(SHARED_WINDOW)
@@ -1166,9 +1308,7 @@ def build_mbarrier(program, x: Instruction):
                 address = int(where(w, R)[lane])
                 barrier = mbarrier_at(w, address, x.line)
                 if barrier and barrier.transactions:
-                    w.report(
-                        "barrier", f"mbarrier.inval at {address:#x} with {barrier.transactions} bytes outstanding"
-                    )
+                    w.report("barrier", f"mbarrier.inval at {address:#x} with {barrier.transactions} bytes outstanding")
                 w.cta.mbarriers.pop(address, None)
                 w.cta.clocks.barrier[address // 4 : address // 4 + 2] = False
 
@@ -1373,8 +1513,7 @@ def build_matrix(program, x: Instruction):
     def matrix(w, R, m):
         rows = where(w, R)[: 8 * count]
         memory.check_alignment(rows, 16)
-        if int(rows.max()) + 16 > w.cta.shared.size:
-            raise MemoryFault("out_of_bounds", f"{parts[0]} at {int(rows.max()):#x}")
+        memory.check_inside(rows, 16, w.cta.shared.size, w.cta.shared.name)
         if store:
             data = np.empty((count, 8, 8), U16)
             for i, item in enumerate(items):
@@ -1450,23 +1589,50 @@ def _fence_mbarrier_init(w, R, m) -> None:
 
 def build_trap(program, x: Instruction):
     def trap(w, R, m):
-        w.report("trap", "the kernel executes trap")
-        w.groups = []
+        raise Fault("trap", f"the kernel executes {x.opcode}", lanes_of(m)[0])
 
     return trap
 
 
 def build_isspacep(program, x: Instruction):
-    space = x.parts[1]
+    """9.7.9.19: the window of the parameters lies in that of global memory."""
+    space = x.parts[1].split("__")[0]
     source = reader(program, x.operands[1], 8)
 
     def isspacep(w, R, m):
         a = source(w, R)
-        shared = (a >= U64(SHARED_WINDOW)) & (a < U64(LOCAL_WINDOW))
-        local = a >= U64(LOCAL_WINDOW)
-        put(R, x.operands[0], {"shared": shared, "local": local, "global": ~(shared | local)}[space.split("__")[0]], m)
+        if space == "param":
+            region = w.cta.launch.parameters
+            inside = (a >= U64(region.base)) & (a < U64(region.base + region.size))
+        else:
+            regions = [w.machine.memory.at(int(address)) for address in a]
+            constant = np.array([region is not None and region.constant for region in regions])
+            shared, local = (a >= U64(SHARED_WINDOW)) & (a < U64(LOCAL_WINDOW)), a >= U64(LOCAL_WINDOW)
+            windows = {"const": constant, "shared": shared, "local": local, "global": ~(constant | shared | local)}
+            inside = windows[space]
+        put(R, x.operands[0], inside, m)
 
     return isspacep
+
+
+def build_brx(program, x: Instruction, fall: int):
+    """9.7.12.4: function of (warp, registers, lanes that branch) that gives every lane's next block."""
+    targets = np.array([program.target(label) for label in program.kernel.branch_targets[x.operands[1].name]])
+    index = reader(program, x.operands[0], 4)
+
+    def brx(w, R, m):
+        lanes = lanes_of(m)
+        chosen = index(w, R)[lanes].astype(np.int64)
+        if (chosen >= len(targets)).any():
+            at = int(chosen.argmax())
+            raise Fault("illegal", f"brx.idx with index {chosen[at]}, there are {len(targets)} targets", lanes[at])
+        if "uni" in x.parts and len(np.unique(chosen)) > 1:
+            w.report("illegal", "a brx.idx.uni of lanes with different indices")
+        blocks = np.full(LANES, fall)
+        blocks[lanes] = targets[chosen]
+        return blocks
+
+    return brx
 
 
 def build_createpolicy(program, x: Instruction):
@@ -1478,9 +1644,59 @@ def build_mapa(program, x: Instruction):
     return lambda w, R, m: put(R, x.operands[0], source(w, R), m)
 
 
+_INTEGERS = "u16 u32 u64 s16 s32 s64"
+_HALVES = "f16 f16x2 bf16 bf16x2"
+_COMPARISONS = "eq ne lt le gt ge and or xor"
+_ATOMIC = "relaxed acquire release acq_rel cta cluster gpu sys global shared shared__cta shared__cluster L2__cache_hint"
+_ACCESS = (
+    "weak volatile relaxed acquire release mmio cta cluster gpu sys global const local param param__entry param__func shared "
+    "shared__cta shared__cluster ca cg cs lu cv wb wt nc v2 v4 v8 L1__evict_normal L1__evict_unchanged L1__evict_first "
+    "L1__evict_last L1__no_allocate L2__evict_normal L2__evict_first L2__evict_last L2__cache_hint L2__64B L2__128B L2__256B"
+)
+# Of the arithmetic instructions, ld and st: opcodes, types, and the qualifiers between them that are modelled.
+_MODELLED: dict[str, dict[str, set[str]]] = {}
+for _ops, _kinds, _qualifiers in (
+    ("add sub", _INTEGERS, "cc"), ("addc subc", "u32 u64 s32 s64", "cc"), ("mul", _INTEGERS, "lo hi"),
+    ("mul mad", "u16 u32 s16 s32", "lo hi wide"), ("mad", _INTEGERS, "lo hi cc"), ("madc", "u32 u64 s32 s64", "lo hi cc"),
+    ("add sub mul fma", "f32 f32x2", "rn ftz"), ("mad", "f32", "rn ftz"), ("add sub mul", "f64", "rn"),
+    ("add sub mul", _HALVES, "rn"), ("fma", _HALVES, "rn relu"), ("div rem", _INTEGERS, ""),
+    ("div", "f32", "rn approx full ftz"), ("div", "f64", "rn"), ("neg abs", "s16 s32 s64 f64 " + _HALVES, ""),
+    ("neg abs", "f32", "ftz"), ("min max", _INTEGERS + " f64", ""), ("min max", "f32", "ftz NaN"),
+    ("min max", _HALVES, "NaN"), ("ex2 lg2 rsqrt sin cos", "f32", "approx ftz"), ("rcp sqrt", "f32", "approx rn ftz"),
+    ("tanh", "f32", "approx"), ("and or xor not", "b16 b32 b64 pred", ""), ("shl shr", "b16 b32 b64 " + _INTEGERS, ""),
+    ("shf", "b32", "l r wrap clamp"), ("lop3", "b32", "and or"), ("popc clz brev bfi", "b32 b64", ""),
+    ("bfe", "u32 u64 s32 s64", ""), ("bfind", "u32 u64 s32 s64", "shiftamt"),
+    ("selp", "b16 b32 b64 f32 f64 " + _INTEGERS, ""), ("mov", "b16 b32 b64 f32 f64 pred " + _INTEGERS, ""),
+    ("setp", "b16 b32 b64", "eq ne and or xor"), ("setp", "s16 s32 s64", _COMPARISONS),
+    ("setp", "u16 u32 u64", _COMPARISONS + " lo ls hi hs"),
+    ("setp", "f32 f64", _COMPARISONS + " equ neu ltu leu gtu geu num nan"), ("setp", "f32", "ftz"),
+    ("redux", "u32 s32", "sync add min max"), ("redux", "b32", "sync and or xor"),
+    ("redux", "f32", "sync min max abs NaN"), ("atom red", "b32 b64", "and or xor exch cas " + _ATOMIC),
+    ("atom", "b16", "cas " + _ATOMIC), ("atom red", "u32 u64 s32 s64", "add min max " + _ATOMIC),
+    ("atom red", "u32", "inc dec"), ("atom red", "f64", "add " + _ATOMIC), ("atom red", "f32", "add v2 v4 " + _ATOMIC),
+    ("atom red", _HALVES, "add min max noftz v2 v4 v8 " + _ATOMIC),
+    ("ld ldu st", "b8 b16 b32 b64 u8 s8 f32 f64 " + _INTEGERS, _ACCESS),
+):  # fmt: skip
+    for _op in _ops.split():
+        for _kind in _kinds.split():
+            _MODELLED.setdefault(_op, {}).setdefault(_kind, set()).update(_qualifiers.split())
+
+
+def check_qualifiers(program, x: Instruction) -> None:
+    """Of the instructions in `_MODELLED`.
+
+    Raises:
+        PtxError: the type or a qualifier is not modelled.
+    """
+    kinds = _MODELLED.get(x.parts[0])
+    if kinds is not None and not kinds.get(x.parts[-1], frozenset()).issuperset(x.parts[1:-1]):
+        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+
+
 _BUILDERS = {
     "ld": build_ld, "ldu": build_ld, "st": build_st, "atom": build_atomic, "red": build_atomic, "shfl": collective,
-    "vote": collective, "match": collective, "redux": collective, "elect": collective, "activemask": build_activemask, "div": build_div, "rem": build_div, "popc": _unary(_popcount, 0),
+    "vote": collective, "match": collective, "redux": collective, "elect": collective, "activemask": build_activemask,
+    "addc": build_carry, "subc": build_carry, "madc": build_carry, "div": build_div, "rem": build_div, "popc": _unary(_popcount, 0),
     "clz": _unary(_leading_zeros, 0), "brev": _unary(_reverse_bits, 0), "bfind": build_bfind, "bfe": build_bfe,
     "bfi": build_bfi, "prmt": build_prmt, "shf": build_shf, "lop3": build_lop3, "ex2": build_math, "lg2": build_math,
     "rcp": build_math, "rsqrt": build_math, "sqrt": build_math, "tanh": build_math, "sin": build_math,
@@ -1501,14 +1717,18 @@ def build(program, x: Instruction):
     from . import asynchronous
 
     op, kind = x.parts[0], x.parts[-1]
+    if x.parts[:2] == ["barrier", "cluster"]:
+        return build_cluster_barrier(program, x)
     if op in ("bar", "barrier"):
-        action = next((p for p in x.parts[1:] if p in ("warp", "arrive", "sync", "red", "cluster")), None)
-        if action == "warp" or action == "cluster":
+        action = next((p for p in x.parts[1:] if p in ("warp", "arrive", "sync", "red")), None)
+        if action == "warp":
             return _nothing(program, x)
         return build_barrier_arrive(program, x) if action == "arrive" else build_barrier(program, x)
     if op in asynchronous.OPCODES:
         return asynchronous.build(program, x)
     if op in ("add", "sub", "mul", "fma", "mad", "min", "max", "neg", "abs"):
+        if "cc" in x.parts:
+            return build_carry(program, x)
         if kind == "f32x2":
             return build_f32x2(program, x)
         if kind.startswith(("f16", "bf16")):
@@ -1567,7 +1787,7 @@ def _gate(program, x: Instruction):
         if "warp" in x.parts:
             return gate_converge(program, x, 0)
         if "cluster" in x.parts:
-            return None
+            return gate_cluster_barrier(program, x)
         return gate_converge(program, x, None) if "arrive" in x.parts else gate_barrier(program, x)
     if op == "mbarrier":
         return gate_mbarrier(program, x)

@@ -224,7 +224,8 @@ class Warp:
         self.executed: Counter = Counter()  # see Cta.execute_together
         self.register_count = cta.launch_registers
         self.tried = False  # the last try_wait gave up
-        self.local = None
+        self.cluster_arrivals = self.cluster_waits = 0  # barrier.cluster
+        self.local = None  # memory.Region
         thread = index * LANES + np.arange(LANES)
         x, y, _ = cta.block
         self.specials = {
@@ -239,6 +240,18 @@ class Warp:
 
     def report(self, check: str, text: str, line: int | None = None) -> None:
         self.machine.report(Report(check, text, self.cta.program.name, line or self.line, self.cta.index, self.index))
+
+    def report_fault(self, fault: memory.Fault) -> None:
+        text = str(fault)
+        if fault.lane is not None:
+            x, y, z = (int(self.specials[f"%tid.{axis}"][fault.lane]) for axis in "xyz")
+            text += f", by thread ({x}, {y}, {z}), lane {fault.lane}"
+        self.report(fault.check, text)
+
+    def end(self) -> None:
+        """After a fault that its check does not make an error."""
+        self.groups, self.alive = [], np.zeros(LANES, bool)
+        self.machine.progress += 1
 
     def touch_wgmma(self, registers: int, line: int) -> None:
         """Registers of wgmma (bits of Program.wgmma_registers) are accessed by other instructions, from `line` on."""
@@ -306,6 +319,11 @@ class Warp:
         result = block.run(self, self.registers, mask)
         if type(result) is int:
             self._go(chosen, result)
+        elif type(result) is np.ndarray:  # brx.idx: every lane's next block
+            self.groups.remove(chosen)
+            active = FULL if mask is None else mask
+            for number in np.unique(result[active]):
+                self._add(int(number), active & (result == number))
         else:
             taken, target, fall = result
             other = (FULL if mask is None else mask) & ~taken
@@ -370,6 +388,7 @@ class Cta:
         self.in_flight: list[AsyncOp] = []
         self.in_flight_limit = 64
         self.tensor = None  # tensor.TensorMemory
+        self.cluster_clocks: dict[int, tuple] = {}  # what every phase of barrier.cluster releases
         self._together: dict[tuple, list] = {}  # see execute_together
 
     def execute_together(self, warp: Warp, what: str, key: object) -> None:
@@ -524,6 +543,8 @@ class Machine:
         program = launch.program
         if launch.threads > (program.kernel.max_threads or 1024):
             raise SimulationError(f"{program.name}: {launch.threads} threads a CTA, more than the kernel allows")
+        if program.kernel.block not in (None, launch.block):
+            raise SimulationError(f"{program.name}: a CTA of {launch.block}, .reqntid says {program.kernel.block}")
         shared = program.static_shared_bytes + launch.shared_bytes
         if shared > 232448:
             raise SimulationError(f"{program.name}: {shared} bytes of shared memory, more than 232448")
@@ -536,6 +557,7 @@ class Machine:
         launch.limit, launch.overlapped = per_sm * self.num_sms, overlapped
         if launch.cooperative and launch.ctas > launch.limit:
             raise SimulationError(f"{program.name}: a cooperative grid of {launch.ctas} CTAs, {launch.limit} fit")
+        self.memory.adopt_host_writes()
         self.active.append(launch)
 
     def abort(self) -> None:
@@ -613,8 +635,10 @@ class Machine:
                 if not warp.groups or not warp.step():
                     break
                 ran = True
-        except memory.MemoryFault as fault:
-            warp.report(fault.check, str(fault))
+        except memory.Fault as fault:
+            warp.report_fault(fault)
+            warp.end()
+            ran = True
         return ran
 
     def _exit(self, cta: Cta) -> None:

@@ -5,7 +5,10 @@ Sections are those of the PTX ISA 9.1.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
+import struct
 from dataclasses import dataclass, field
 
 TYPE_BYTES = {
@@ -34,6 +37,14 @@ class Immediate:
     value: int
     is_float: bool = False
     bytes: int = 0
+
+    def bits(self, size: int) -> int:
+        """The value as one of `size` bytes: a double is converted (4.5.2)."""
+        if not self.is_float or self.bytes == size:
+            return self.value
+        if size == 4:
+            return _float_bits(struct.unpack("<d", self.value.to_bytes(8, "little"))[0], 4)
+        raise PtxError(f"a float of {self.bytes} bytes as one of {size} is not modelled")
 
 
 @dataclass(frozen=True)
@@ -94,13 +105,28 @@ class Instruction:
 
 @dataclass
 class Variable:
-    """A `.global`, `.const`, `.shared` or `.local` variable; `bytes` 0 = extern array."""
+    """A `.global`, `.const`, `.shared` or `.local` variable; `bytes` 0 = extern array.
+
+    `pointers` are the addresses of variables in its initial value, see `Pointer`.
+    """
 
     space: str
     name: str
     bytes: int
     align: int
     initial: bytes = b""
+    pointers: list[Pointer] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """`bytes` of `(address of symbol + addend) >> shift` at an offset of an initial value."""
+
+    offset: int
+    bytes: int
+    symbol: str
+    addend: int
+    shift: int
 
 
 @dataclass
@@ -116,11 +142,14 @@ class Kernel:
     parameters: list[Parameter]
     parameter_bytes: int
     max_threads: int | None
+    block: tuple[int, ...] | None  # .reqntid
+    cluster: int | None  # CTAs; None: the launch must say
     instructions: list[Instruction]
     labels: dict[str, int]
     registers: list[Register]
     variables: list[Variable]
     line: int
+    branch_targets: dict[str, list[Symbol]] = field(default_factory=dict)
 
 
 @dataclass
@@ -137,7 +166,19 @@ _VARIABLE = re.compile(
     re.S,
 )
 _REGISTER = re.compile(r"\.reg\s+\.(\w+)\s+(.*)$", re.S)
-_NUMBER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?$")
+_NUMBER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?$")
+_FLOAT = re.compile(r"0[fF][0-9a-fA-F]{8}$|0[dD][0-9a-fA-F]{16}$")
+_DECIMAL = re.compile(r"-?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?$")
+_POINTER = re.compile(
+    r"(?:(?P<mask>0[xX]FF(?:00)*)\s*\(\s*)?(?:generic\s*\(\s*)?(?P<symbol>[a-zA-Z_$%][\w$]*)[\s)]*"
+    r"(?P<addend>[-+]\s*\w+)?[\s)]*$",
+    re.I,
+)
+_SPECIAL = re.compile(
+    r"%(?:(?:n?tid|n?ctaid|n?clusterid|cluster_n?ctaid)\.[xyz]|laneid|n?warpid|n?smid|gridid|is_explicit_cluster|"
+    r"cluster_n?ctarank|lanemask_(?:eq|le|lt|ge|gt)|clock(?:_hi|64)?|pm[0-7](?:_64)?|envreg\d+|"
+    r"globaltimer(?:_lo|_hi)?|reserved_smem_offset_\w+|(?:total|aggr|dynamic)_smem_size|current_graph_exec)$"
+)
 
 
 def parse(text: str) -> Module:
@@ -153,11 +194,14 @@ def parse(text: str) -> Module:
     while True:
         entry = _ENTRY.search(text, position)
         before = text[position : entry.start() if entry else len(text)]
+        line = text.count("\n", 0, position) + 1
         for statement in before.split(";"):
             found = re.search(r"\.(global|const|shared)\s", statement)
             if found and ".func" not in statement:
-                variable = _variable(statement[found.start() :].strip())
-                module.variables[variable.name] = variable
+                with _located(f"line {line + statement.count(chr(10), 0, found.start())}", statement[found.start() :]):
+                    variable = _variable(statement[found.start() :].strip())
+                    module.variables[variable.name] = variable
+            line += statement.count("\n")
         if entry is None:
             return module
         end = _matching_brace(text, entry.end() - 1)
@@ -175,7 +219,7 @@ def _clean(text: str) -> str:
         start = line.lstrip()
         if start.startswith(".section"):
             break
-        lines.append("" if start.startswith((".loc", ".file", ".pragma")) else line)
+        lines.append("" if re.match(r"\.(?:loc|file)\s", start) else line)
     return "\n".join(lines)
 
 
@@ -185,26 +229,77 @@ def _matching_brace(text: str, position: int) -> int:
         depth += 1 if found.group() == "{" else -1
         if depth == 0:
             return found.start()
-    raise PtxError("unbalanced braces")
+    raise PtxError(f"line {text.count(chr(10), 0, position) + 1}: unbalanced braces")
+
+
+@contextlib.contextmanager
+def _located(place: str, text: str):
+    """What goes wrong inside is a PtxError that names the place."""
+    try:
+        yield
+    except (PtxError, ValueError, KeyError, AttributeError, IndexError, OverflowError) as error:
+        reason = str(error) if isinstance(error, PtxError) else "not understood"
+        raise PtxError(f"{place}: {reason}: {' '.join(text.split())[:120]}") from error
+
+
+def _integer(text: str) -> int:
+    """4.5.1."""
+    digits = text.lstrip("-").rstrip("U")
+    octal = len(digits) > 1 and digits.isdigit() and digits[0] == "0"
+    value = int(digits, 8 if octal else 0)
+    return -value if text.startswith("-") else value
+
+
+def _float_bits(value: float, size: int) -> int:
+    return int.from_bytes(struct.pack("<f" if size == 4 else "<d", value), "little")
 
 
 def _variable(statement: str) -> Variable:
     found = _VARIABLE.match(statement)
     if not found:
-        raise PtxError(f"variable not understood: {statement[:120]}")
-    space, align, vector, kind, name, dims, initial = found.groups()
-    size = TYPE_BYTES[kind] * int(vector or 1)
-    count = 1
-    for dim in re.findall(r"\[(\d*)\]", dims):
-        count *= int(dim) if dim else 0
-    data = b""
-    if initial:
-        values = re.findall(r"-?(?:0[xXfFdD][0-9a-fA-F]+|\d+)", initial)
-        width = TYPE_BYTES[kind]
-        for value in values:
-            number = int(value[2:], 16) if value[:2] in ("0f", "0F", "0d", "0D") else int(value, 0)
-            data += (number % (1 << 8 * width)).to_bytes(width, "little")
-    return Variable(space, name, size * count, int(align or size), data)
+        raise PtxError("a variable that is not modelled")
+    space, align, vector, kind, name, extents, initial = found.groups()
+    element = TYPE_BYTES[kind]
+    shape = [int(extent or 0) for extent in re.findall(r"\[(\d*)\]", extents)] + ([int(vector)] if vector else [])
+    values = _values(initial.strip(), shape) if initial else []
+    if shape and shape[0] == 0:  # as many as there are values
+        shape[0] = len(values) // math.prod(shape[1:])
+    data, pointers = b"", []
+    for value in values:
+        if _NUMBER.match(value) and (kind[0] != "f" or value == "0"):
+            number = _integer(value)
+        elif _FLOAT.match(value):
+            number = Immediate(int(value[2:], 16), True, (len(value) - 2) // 2).bits(element)
+        elif _DECIMAL.match(value) and kind in ("f32", "f64"):
+            number = _float_bits(float(value), element)
+        else:
+            pointers.append(_pointer(value, len(data), element))
+            number = 0
+        data += (number % (1 << 8 * element)).to_bytes(element, "little")
+    return Variable(space, name, element * math.prod(shape), int(align or element * int(vector or 1)), data, pointers)
+
+
+def _values(text: str, shape: list[int]) -> list[str]:
+    """The elements of an initialiser; rows may be incomplete (5.4.4)."""
+    if text.startswith("{") != bool(shape):
+        raise PtxError("an initialiser of another shape than the variable")
+    if not shape:
+        return [text]
+    size = math.prod(shape[1:])
+    rows = [_values(row.strip(), shape[1:]) for row in _split(text[1 : text.rindex("}")])]
+    return [value for row in rows for value in row + ["0"] * (size - len(row))]
+
+
+def _pointer(text: str, offset: int, size: int) -> Pointer:
+    """`symbol`, `generic(symbol)`, with an offset, or a byte of it by `mask(...)` (5.4.4).
+
+    Global and constant variables have the same address in their state space and the generic one.
+    """
+    found = _POINTER.match(text)
+    if not found or size != (1 if found["mask"] else 8):
+        raise PtxError(f"an initial value that is not modelled, {text}")
+    addend = _integer(found["addend"].replace(" ", "").lstrip("+")) if found["addend"] else 0
+    return Pointer(offset, size, found["symbol"], addend, 4 * len(found["mask"][4:]) if found["mask"] else 0)
 
 
 class _Scope:
@@ -228,7 +323,7 @@ def _kernel(entry: re.Match, body: str, first_line: int) -> Kernel:
     parameters, offset = [], 0
     for text in filter(None, (x.strip() for x in (parameter_text or "").split(","))):
         found = re.match(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\b.*?\s)?([\w$]+)(?:\[(\d+)\])?$", text)
-        if not found:
+        if not found or found.group(2) not in TYPE_BYTES:
             raise PtxError(f"line {first_line}: parameter not understood: {text}")
         align, kind, parameter, count = found.groups()
         size = TYPE_BYTES[kind]
@@ -236,13 +331,16 @@ def _kernel(entry: re.Match, body: str, first_line: int) -> Kernel:
         offset = -(-offset // alignment) * alignment
         parameters.append(Parameter(parameter, offset, size * int(count or 1)))
         offset += size * int(count or 1)
-    limit = re.search(r"\.(?:maxntid|reqntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", directives)
-    max_threads = None
-    if limit:
-        max_threads = 1
-        for value in limit.groups():
-            max_threads *= int(value or 1)
-    kernel = Kernel(name, parameters, offset, max_threads, [], {}, [], [], first_line)
+
+    def extent(directive: str) -> tuple[int, ...] | None:
+        found = re.search(rf"\.{directive}\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", directives)
+        return tuple(int(value or 1) for value in found.groups()) if found else None
+
+    block, largest = extent("reqntid"), extent("maxntid")
+    max_threads = math.prod(block or largest) if block or largest else None
+    cluster = extent("reqnctapercluster") or (None if ".explicitcluster" in directives else (1,))
+    ctas = math.prod(cluster) if cluster else None
+    kernel = Kernel(name, parameters, offset, max_threads, block, ctas, [], {}, [], [], first_line)
     _Body(kernel, body, first_line).parse()
     return kernel
 
@@ -253,6 +351,8 @@ class _Body:
         self.scope = _Scope(None)
         self.scopes = 0
         self.pending: list[tuple[Instruction, str, _Scope]] = []
+        self.label = ""
+        self.branch_targets: list[tuple[str, str, int, _Scope]] = []
 
     def parse(self) -> None:
         text, position, start = self.text, 0, 0
@@ -287,19 +387,28 @@ class _Body:
                 label = self.scope.prefix + current
                 self.scope.labels.add(current)
                 self.kernel.labels[label] = len(self.pending)
+                self.label = label
             else:
-                self._statement(current, statement_line)
+                with _located(f"{self.kernel.name}, line {statement_line}", current):
+                    self._statement(current, statement_line)
             start = position + 1
             statement_line = line
         for instruction, operands, scope in self.pending:
-            instruction.operands = [self._operand(x, scope, instruction.line) for x in _split(operands)]
+            with _located(f"{self.kernel.name}, line {instruction.line}", f"{instruction.opcode} {operands}"):
+                instruction.operands = [self._operand(x, scope, instruction.line) for x in _split(operands)]
             self.kernel.instructions.append(instruction)
+        for label, names, line, scope in self.branch_targets:
+            with _located(f"{self.kernel.name}, line {line}", names):
+                del self.kernel.labels[label]
+                self.kernel.branch_targets[label] = [self._operand(x, scope, line) for x in _split(names)]
 
     def _statement(self, text: str, line: int) -> None:
         if not text:
             return
         if text.startswith(".reg"):
             kind, names = _REGISTER.match(text).groups()
+            if kind == "b128":
+                raise PtxError("a register that is not modelled")
             size = 0 if kind == "pred" else TYPE_BYTES[kind]
             for name in (x.strip() for x in names.split(",")):
                 ranged = re.match(r"([\w$%]+)<(\d+)>$", name)
@@ -310,19 +419,24 @@ class _Body:
                     self.kernel.registers.append(register)
             return
         if text.startswith((".shared", ".local", ".global", ".const")):
-            self.kernel.variables.append(_variable(text))
+            variable = _variable(text)
+            if any(variable.name == v.name for v in self.kernel.variables):
+                raise PtxError("a second variable of this name in a kernel is not modelled")
+            self.kernel.variables.append(variable)
             return
         if text.startswith("."):
             if text.startswith(".param"):  # of a call: kept as a register
                 found = re.match(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(\w+)$", text)
                 if not found:
-                    raise PtxError(f"line {line}: not modelled: {text}")
+                    raise PtxError("not modelled")
                 register = Register(len(self.kernel.registers), TYPE_BYTES[found.group(1)], found.group(2))
                 self.scope.registers[register.name] = register
                 self.kernel.registers.append(register)
                 return
-            if text.startswith((".branchtargets", ".callprototype")):
-                raise PtxError(f"line {line}: not modelled: {text}")
+            if text.startswith(".branchtargets"):
+                self.branch_targets.append((self.label, text.removeprefix(".branchtargets"), line, self.scope))
+            elif not text.startswith(".pragma"):
+                raise PtxError("not modelled")
             return
         predicate, negated = None, False
         if text.startswith("@"):
@@ -330,7 +444,7 @@ class _Body:
             negated = guard.startswith("!")
             predicate = self.scope.register(guard.lstrip("!"))
             if predicate is None:
-                raise PtxError(f"line {line}: unknown predicate {guard}")
+                raise PtxError(f"unknown predicate {guard}")
         opcode, operands = re.match(r"([\w.:]+)(.*)$", text.strip(), re.S).groups()
         self.pending.append((Instruction(opcode.strip(), [], line, predicate, negated), operands, self.scope))
 
@@ -351,7 +465,7 @@ class _Body:
             base, offset = inner, 0
             split = re.match(r"^([\w$%.]+)\s*\+\s*(-?\w+)$", inner)
             if split:
-                base, offset = split.group(1), int(split.group(2), 0)
+                base, offset = split.group(1), _integer(split.group(2))
             return Address(self._operand(base, scope, line), offset)
         if "|" in text:
             return Vector(tuple(self._operand(x, scope, line) for x in text.split("|")))
@@ -359,16 +473,20 @@ class _Body:
         register = scope.register(text.lstrip("!"))
         if register is not None:
             return ("not", register) if negated else register
+        if text == "WARP_SZ":
+            return Immediate(32)
         if _NUMBER.match(text):
-            return Immediate(int(text.rstrip("U"), 0))
-        if re.match(r"0[fF][0-9a-fA-F]{8}$", text):
-            return Immediate(int(text[2:], 16), True, 4)
-        if re.match(r"0[dD][0-9a-fA-F]{16}$", text):
-            return Immediate(int(text[2:], 16), True, 8)
+            return Immediate(_integer(text))
+        if _FLOAT.match(text):
+            return Immediate(int(text[2:], 16), True, (len(text) - 2) // 2)
+        if _DECIMAL.match(text):
+            return Immediate(_float_bits(float(text), 8), True, 8)
         if text.startswith("%"):
+            if not _SPECIAL.match(text):
+                raise PtxError(f"unknown register {text}")
             return Special(text)
         split = re.match(r"^([\w$.]+)\s*\+\s*(-?\d+)$", text)
-        name, offset = (split.group(1), int(split.group(2))) if split else (text, 0)
+        name, offset = (split.group(1), _integer(split.group(2))) if split else (text, 0)
         while scope is not None:
             if name in scope.labels:
                 return Symbol(scope.prefix + name, offset)

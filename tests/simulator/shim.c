@@ -177,6 +177,11 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     const cudaLaunchAttribute* attribute = &config->attrs[i];
     if (attribute->id == cudaLaunchAttributeCooperative) cooperative = attribute->val.cooperative;
+    if (attribute->id == cudaLaunchAttributeClusterDimension &&
+        attribute->val.clusterDim.x * attribute->val.clusterDim.y * attribute->val.clusterDim.z >
+            1) {
+      return fail(cudaErrorNotSupported);
+    }
     if (attribute->id == cudaLaunchAttributeProgrammaticStreamSerialization) {
       overlap = attribute->val.programmaticStreamSerializationAllowed;
     }

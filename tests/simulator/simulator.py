@@ -57,13 +57,18 @@ class Module:
         self.parsed = _parse(text)
         self.addresses: dict[str, int] = {}
         self.programs: dict[str, Program] = {}
-        self.buffers = []
-        for variable in self.parsed.variables.values():
-            if variable.space in ("global", "const") and variable.bytes:
-                address = simulator.allocate(
-                    variable.bytes, variable.initial.ljust(variable.bytes, b"\0"), name=variable.name
-                )
-                self.addresses[variable.name] = address
+        variables = [v for v in self.parsed.variables.values() if v.space in ("global", "const") and v.bytes]
+        for variable in variables:
+            initial = variable.initial.ljust(variable.bytes, b"\0")
+            self.addresses[variable.name] = simulator.allocate(variable.bytes, initial, name=variable.name)
+        for variable in variables:
+            region = simulator.machine.memory.at(self.addresses[variable.name])
+            region.constant = region.read_only = variable.space == "const"
+            for p in variable.pointers:
+                if p.symbol not in self.addresses:
+                    raise PtxError(f"initial value of {variable.name}: the address of {p.symbol} is not modelled")
+                value = (self.addresses[p.symbol] + p.addend >> p.shift) % (1 << 8 * p.bytes)
+                region.data[p.offset : p.offset + p.bytes] = list(value.to_bytes(p.bytes, "little"))
 
     def program(self, name: str) -> Program:
         if name not in self.programs:
@@ -90,7 +95,9 @@ class Simulator:
         mode: "eager" (asynchronous work is done at issue), "late" (at the last moment) or "random".
         seed: of the adversary and the scheduler.
         mma_order: "issue" (one thread's MMAs execute in order) or "isa" (only the order the ISA promises).
-        checks: severity "error", "warning" or "off" by check name, see machine.DEFAULT_CHECKS.
+        checks: severity "error", "warning" or "off" by check name, see machine.DEFAULT_CHECKS. Below "error" an
+            uninitialised read gives the bytes as they are; after an access out of bounds or misaligned, a trap or an
+            index past the targets of brx.idx the warp ends.
 
     Attributes:
         reports: findings of severity warning and error, oldest first.
@@ -130,15 +137,17 @@ class Simulator:
     def reports(self) -> list[Report]:
         return self.machine.reports
 
-    def allocate(self, size: int, data: bytes | None = None, *, name: str = "allocation") -> int:
-        """Address of `size` new bytes, 256-byte aligned, uninitialised without `data`."""
+    def allocate(self, size: int, data: bytes | None = None, *, name: str = "allocation", host_element: int = 0) -> int:
+        """Address of `size` new bytes, 256-byte aligned, uninitialised without `data`; see memory.Region."""
         raw = np.full(size + 256, memory.POISON_BYTE, np.uint8)
         start = -raw.ctypes.data % 256
         address = raw.ctypes.data + start
         if data is not None:
             raw[start : start + size] = np.frombuffer(data[:size], np.uint8)
         self._buffers[address] = raw
-        self.machine.memory.register(address, size, initialised=data is not None, name=name, keep=raw)
+        self.machine.memory.register(
+            address, size, initialised=data is not None, name=name, keep=raw, host_element=host_element
+        )
         return address
 
     def free(self, address: int) -> None:
@@ -149,7 +158,8 @@ class Simulator:
     def array(self, data: np.ndarray | None = None, *, shape=None, dtype=None, name: str = "array") -> np.ndarray:
         """A device array: a copy of `data`, or an uninitialised one of `shape` and `dtype`."""
         like = np.asarray(data) if data is not None else np.empty(shape, dtype)
-        address = self.allocate(like.nbytes, like.tobytes() if data is not None else None, name=name)
+        data = like.tobytes() if data is not None else None
+        address = self.allocate(like.nbytes, data, name=name, host_element=min(like.itemsize, 8))
         return memory.host_bytes(address, like.nbytes).view(like.dtype).reshape(like.shape)
 
     def register(self, tensor, *, initialised: bool, name: str) -> None:
@@ -163,7 +173,9 @@ class Simulator:
             if region.base <= address and address + size <= region.base + region.size:
                 if getattr(region, "storage", None) == storage._cdata or region.name.startswith("workspace"):
                     return
-        region = known.register(address, size, initialised=initialised, name=name, keep=tensor)
+        region = known.register(
+            address, size, initialised=initialised, name=name, keep=tensor, host_element=min(tensor.element_size(), 8)
+        )
         region.storage = storage._cdata
 
     # ---- single kernels

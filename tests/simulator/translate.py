@@ -6,6 +6,7 @@ Cheap instructions become expressions in the function's text; the others become 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -44,7 +45,7 @@ _UNORDERED = {"equ": "==", "neu": "!=", "ltu": "<", "leu": "<=", "gtu": ">", "ge
 _VIEWS = {"s8": "I8", "s16": "I16", "s32": "I32", "s64": "I64", "f32": "F32", "f64": "F64"}
 
 
-_NO_DESTINATION = ("st", "red", "tcgen05", "stmatrix", "cp", "bar", "barrier", "bra", "mbarrier", "prefetch")
+_NO_DESTINATION = ("st", "red", "brx", "tcgen05", "stmatrix", "cp", "bar", "barrier", "bra", "mbarrier", "prefetch")
 
 
 def _registers(operands: list) -> Iterator[Register]:
@@ -53,6 +54,20 @@ def _registers(operands: list) -> Iterator[Register]:
             r = r.base if isinstance(r, Address) else r
             if isinstance(r, Register):
                 yield r
+
+
+@contextlib.contextmanager
+def _located(kernel: str, x: Instruction):
+    """What goes wrong inside is a PtxError that names the kernel and the line."""
+    try:
+        yield
+    except PtxError as error:
+        if f"line {x.line}:" in str(error):
+            raise
+        raise PtxError(f"{kernel}, line {x.line}: {error}") from error
+    except (KeyError, AttributeError, IndexError, ValueError, TypeError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise PtxError(f"{kernel}, line {x.line}: {x.opcode} is not modelled ({reason})") from error
 
 
 def type_bytes(kind: str) -> int:
@@ -84,6 +99,8 @@ class Program:
 
     def __init__(self, module: Module, kernel: Kernel, addresses: dict[str, int]):
         self.module, self.kernel, self.name = module, kernel, kernel.name
+        if kernel.cluster != 1:
+            raise PtxError(f"{self.name}, line {kernel.line}: a cluster of several CTAs is not modelled")
         self.parameters = {p.name: p for p in kernel.parameters}
         self.symbols: dict[str, int] = dict(addresses)
         offset = 0
@@ -111,7 +128,7 @@ class Program:
         poison = {0: np.zeros(LANES, bool)}
         for size, kind in UNSIGNED.items():
             poison[size] = np.full(LANES, int.from_bytes(b"\xcb" * size, "little"), kind)
-        self.initial_registers = [poison[r.bytes] for r in kernel.registers]
+        self.initial_registers = [poison[r.bytes] for r in kernel.registers] + [poison[0]]  # the last: CC.CF
         self._find_asynchronous_registers()
         self.blocks: list[Block] = []
         self._translate()
@@ -150,7 +167,8 @@ class Program:
             line = part[0].line if part else self.kernel.line
             block = Block(self.name, line, tuple(i.opcode for i in part) or ("exit",))
             if part and instructions.is_gated(part[0]):
-                block.gate = instructions.gate(self, part[0])
+                with _located(self.name, part[0]):
+                    block.gate = instructions.gate(self, part[0])
             block._compile = lambda masked, part=part, n=n: _Emitter(self, part, n, masked).compile()
             self.blocks.append(block)
 
@@ -220,7 +238,7 @@ class _Emitter:
                 return f"R[{operand.index}].astype(U{8 * size})"
             return f"R[{operand.index}]"
         if isinstance(operand, Immediate):
-            return self.constant(operand.value, size)
+            return self.constant(operand.bits(size), size)
         if isinstance(operand, Special):
             return self.special(operand.name, size)
         if isinstance(operand, Symbol):
@@ -234,10 +252,11 @@ class _Emitter:
         return f"{text}.view({_VIEWS[kind]})" if kind in _VIEWS else text
 
     def special(self, name: str, size: int) -> str:
+        narrowed = "" if size == instructions.special_bytes(name) else f".astype(U{8 * size})"
         if name in ("%tid.x", "%tid.y", "%tid.z", "%laneid", "%warpid"):
-            return f"w.specials[{name!r}]"
+            return f"w.specials[{name!r}]{narrowed}"
         if name in instructions.SPECIALS:
-            return f"S(w, {name!r})"
+            return f"S(w, {name!r}){narrowed}"
         raise PtxError(f"special register {name} is not modelled")
 
     # ---- emission
@@ -252,18 +271,13 @@ class _Emitter:
 
     def instruction(self, x: Instruction) -> bool:
         """Emits one instruction; True if it ends the block."""
-        try:
+        with _located(self.program.name, x):
             return self._instruction(x)
-        except PtxError:
-            raise
-        except (KeyError, AttributeError, IndexError, ValueError, TypeError) as error:
-            raise PtxError(
-                f"{self.program.name}, line {x.line}: {x.opcode} is not modelled ({type(error).__name__}: {error})"
-            ) from error
 
     def _instruction(self, x: Instruction) -> bool:
         parts = x.parts
         op = parts[0]
+        instructions.check_qualifiers(self.program, x)
         mask = "m" if self.masked else None
         if op == "bra":
             target = self.program.target(x.operands[0])
@@ -276,6 +290,16 @@ class _Emitter:
             if "uni" in parts:
                 self.lines.append(f"w.check_uniform({condition}, m, {x.line})")
             self.lines.append(f"return ({taken}, {target}, {fall})")
+            return True
+        if op == "brx":
+            taken = mask
+            if x.predicate is not None:
+                condition, taken = f"{'~' if x.negated else ''}R[{x.predicate.index}]", "q"
+                self.lines.append(f"q = {condition} & m" if self.masked else f"q = {condition}")
+                if "uni" in parts:
+                    self.lines.append(f"w.check_uniform({condition}, m, {x.line})")
+            self.names["brx"] = instructions.build_brx(self.program, x, self.number + 1)
+            self.lines.append(f"w.line = {x.line}; return brx(w, R, {taken})")
             return True
         if op in ("ret", "exit"):
             if x.predicate is None:
@@ -316,13 +340,14 @@ class _Emitter:
             n = type_bytes(kind)
             self.put(o[0], f"{self.constant(0, n)} - {self.source(o[1], n)}", mask)
             return True
-        if op == "neg" and kind == "f32":
-            self.put(o[0], f"{self.source(o[1], 4)} ^ {self.constant(1 << 31, 4)}", mask)
+        if op in ("neg", "abs") and kind in ("f32", "f64"):
+            n = type_bytes(kind)
+            value, sign = self.source(o[1], n), 1 << 8 * n - 1
+            if "ftz" in parts:
+                value = f"ftz({self.typed(o[1], kind)}).view(U32)"
+            self.put(o[0], f"{value} {'^' if op == 'neg' else '&'} {self.constant(sign - (op == 'abs'), n)}", mask)
             return True
-        if op == "abs" and kind == "f32":
-            self.put(o[0], f"{self.source(o[1], 4)} & {self.constant((1 << 31) - 1, 4)}", mask)
-            return True
-        if op == "abs":
+        if op == "abs" and kind[0] == "s":
             self.put(o[0], f"np.abs({self.typed(o[1], kind)}).view(U{8 * type_bytes(kind)})", mask)
             return True
         if op in ("shl", "shr"):
@@ -382,20 +407,16 @@ class _Emitter:
     def _arithmetic(self, o, op: str, parts: list[str], kind: str, mask) -> bool:
         n = type_bytes(kind)
         if kind in ("f32", "f64"):
-            if any(p in ("rz", "rm", "rp") for p in parts) or "sat" in parts:
-                return False
             flush = "ftz" in parts
             a = [self.typed(v, kind) for v in o[1:]]
             if flush:
                 a = [f"ftz({v})" for v in a]
             if op in ("fma", "mad"):
-                value = f"fma32({a[0]}, {a[1]}, {a[2]})" if kind == "f32" else None
-                if value is None:
-                    return False
+                value = f"fma32({a[0]}, {a[1]}, {a[2]})"
             elif op in ("min", "max"):
-                if len(o) != 3 or "NaN" in parts or "xorsign" in parts:
+                if len(o) != 3 or "NaN" in parts:
                     return False
-                value = f"np.f{op}({a[0]}, {a[1]})"
+                value = f"{op}imum({a[0]}, {a[1]})"
             else:
                 value = f"({a[0]} {dict(add='+', sub='-', mul='*')[op]} {a[1]})"
             if flush:
@@ -404,7 +425,7 @@ class _Emitter:
             return True
         if kind == "f32x2":
             return False
-        if "cc" in parts or "sat" in parts or "hi" in parts:
+        if "cc" in parts or "hi" in parts:
             return False
         if op in ("min", "max"):
             self.put(o[0], f"np.{op}imum({self.typed(o[1], kind)}, {self.typed(o[2], kind)}).view(U{8 * n})", mask)
@@ -431,7 +452,7 @@ class _Emitter:
         value = self.typed(o[1], kind)
         signed = "I" if kind[0] == "s" else "U"
         if isinstance(o[2], Immediate):
-            amount = o[2].value
+            amount = o[2].value % (1 << 32)
             if amount >= 8 * n:
                 if signed == "U":
                     self.put(o[0], self.constant(0, n), mask)
@@ -480,16 +501,16 @@ class _Emitter:
         return True
 
     def _cvta(self, o, parts: list[str], mask) -> bool:
-        to = "to" in parts
-        space = parts[2] if to else parts[1]
-        value = self.source(o[1], 8)
-        if space == "param" and not to:
-            value = f"{value} + w.cta.launch.parameter_base"
-        elif space.startswith("shared"):
-            value = f"{value} {'-' if to else '+'} {self.constant(instructions.SHARED_WINDOW, 8)}"
-        elif space == "local":
-            value = f"{value} {'-' if to else '+'} {self.constant(instructions.LOCAL_WINDOW, 8)}"
-        elif space not in ("global", "const", "param"):
+        space, sign = (parts[2], "-") if "to" in parts else (parts[1], "+")
+        space, value = space.split("__")[0], self.source(o[1], 8)
+        if parts[-1] != "u64":
+            raise PtxError(f"{'.'.join(parts)} is not modelled")
+        if space == "param":
+            value = f"{value} {sign} w.cta.launch.parameter_base"
+        elif space in ("shared", "local"):
+            window = instructions.SHARED_WINDOW if space == "shared" else instructions.LOCAL_WINDOW
+            value = f"{value} {sign} {self.constant(window, 8)}"
+        elif space not in ("global", "const"):
             raise PtxError(f"cvta.{space} is not modelled")
         self.put(o[0], value, mask)
         return True

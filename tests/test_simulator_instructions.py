@@ -426,6 +426,13 @@ def test_cvt_saturates(rng):
         assert got.tolist() == [min(max(x, low), high) % (1 << 32) for x in decode(a, source)]
 
 
+def test_copysign_takes_the_sign_of_its_first_operand(rng):
+    """9.7.3.2."""
+    a, b = (floats(rng).view(U32) for _ in range(2))
+    got = execute("copysign.f32 %d, %a0, %a1;", a, b)
+    assert (got == (a & U32(1 << 31) | b & U32((1 << 31) - 1))).all()
+
+
 FLUSHED = {
     "neg.ftz.f32 %d, %a0;": 0,
     "abs.ftz.f32 %d, %a0;": 0,

@@ -1,6 +1,7 @@
 """A functional simulator of PTX for Hopper and Blackwell kernels; README.md says what it models."""
 
-from .machine import Report, SimulationError
+from .cta import Report
+from .machine import SimulationError
 from .ptx import PtxError
 from .simulator import Simulator, compile_ptx
 

@@ -10,21 +10,14 @@ from collections import deque
 import numpy as np
 
 from . import formats, layouts, tensor
+from .collectives import gate_converge
+from .cta import LANES, AsyncOp, Wait
 from .formats import F32, U16, U32, U64
-from .instructions import (
-    LANES,
-    MemoryFault,
-    Wait,
-    _shared_address,
-    address_reader,
-    gate_converge,
-    lanes_of,
-    mbarrier_at,
-    reader,
-)
 from .layouts import LayoutError
-from .machine import AsyncOp
+from .memory import MemoryFault
+from .operands import address_reader, lanes_of, reader, shared_address
 from .ptx import Instruction, PtxError, TensorAddress, Vector
+from .synchronisation import mbarrier_at
 
 OPCODES = ("cp", "wgmma", "tcgen05")
 ACCUMULATOR_POISON = 0x7FFBAD00  # a NaN
@@ -108,8 +101,8 @@ def _build_bulk(program, x: Instruction):
     if to_shared:
         if "mbarrier__complete_tx__bytes" not in parts:
             raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
-        target = _shared_address(program, operands[0], ["", "shared"])
-        barrier = _shared_address(program, operands[2 if is_tensor else 3], ["", "shared"])
+        target = shared_address(program, operands[0], ["", "shared"])
+        barrier = shared_address(program, operands[2 if is_tensor else 3], ["", "shared"])
     kind = parts[-1]
     operation = next((p for p in parts if p in ("add", "min", "max", "and", "or", "xor", "inc", "dec")), None)
     if reduce and operation != "add":
@@ -118,7 +111,7 @@ def _build_bulk(program, x: Instruction):
         where = next(o for o in operands if isinstance(o, TensorAddress))
         map_address = reader(program, where.map, 8)
         coordinates = [reader(program, c, 4) for c in where.coordinates]
-        shared_side = None if to_shared else _shared_address(program, operands[1], ["", "shared"])
+        shared_side = None if to_shared else shared_address(program, operands[1], ["", "shared"])
 
         def tensor_copy(w, R, m):
             for lane in lanes_of(m):
@@ -147,7 +140,7 @@ def _build_bulk(program, x: Instruction):
 
         return bulk_load
     target_global = address_reader(program, operands[0])
-    source_shared = _shared_address(program, operands[1], ["", "shared"])
+    source_shared = shared_address(program, operands[1], ["", "shared"])
 
     def bulk_store(w, R, m):
         for lane in lanes_of(m):
@@ -353,9 +346,13 @@ def _tensor_store(w, x, lane: int, tensor_map, at, source: int, kind: str | None
         if len(wanted) == 0:
             return
         region = w.machine.memory.find(int(wanted.min()), int(wanted.max()) + chunk - int(wanted.min()))
+        if region.read_only:
+            raise MemoryFault("out_of_bounds", f"tensor store to read-only {region.name}")
         index = (wanted - region.base)[:, None] + np.arange(chunk)
         values = held["data"][inside]
         if kind is not None:
+            if not region.all_initialised:
+                region.check_initialised(index.ravel(), 1)
             old = np.ascontiguousarray(region.data[index])
             _add_bytes(old.reshape(-1), np.ascontiguousarray(values).reshape(-1), kind)
             values = old

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from . import fatbin, layouts, memory, ptx, shim
-from .machine import Launch, Machine, Profile, Report, SimulationError
+from .cta import Report
+from .machine import Launch, Machine, Profile, SimulationError
 from .ptx import PtxError
 from .streams import Streams
 from .translate import LANES, Program

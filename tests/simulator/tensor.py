@@ -18,11 +18,14 @@ from functools import lru_cache
 import numpy as np
 
 from . import formats, layouts
+from .accesses import write_memory
+from .collectives import gate_converge
+from .cta import LANES, AsyncOp, Converge, Wait
 from .formats import F32, U16, U32
-from .instructions import _shared_address, gate_converge, lanes_of, mbarrier_at, reader, write_memory
 from .layouts import LayoutError
-from .machine import LANES, AsyncOp, Converge, Wait
+from .operands import lanes_of, reader, shared_address
 from .ptx import Address, Immediate, Instruction, PtxError, Sink, Vector
+from .synchronisation import mbarrier_at
 
 COLUMNS, TMEM_LANES = 512, 128
 HALF, HALVES = 16, 8  # lanes that an access takes or leaves together: half a warp's quarter
@@ -197,7 +200,7 @@ def gate(program, x: Instruction):
 
 
 def _build_alloc(program, x: Instruction):
-    where = _shared_address(program, x.operands[0], x.parts)
+    where = shared_address(program, x.operands[0], x.parts)
     count = reader(program, x.operands[1], 4)
 
     def alloc(w, R, m):
@@ -524,7 +527,7 @@ def _build_commit(program, x: Instruction):
     """Arrives when the thread's earlier MMAs have completed; implies fence::before_thread_sync (9.7.16.12.1, 9.7.16.6.4.2)."""
     if "multicast__cluster" in x.parts:
         raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
-    where = _shared_address(program, x.operands[0], ["", "shared"])
+    where = shared_address(program, x.operands[0], ["", "shared"])
 
     def commit(w, R, m):
         lane = int(lanes_of(m)[0])

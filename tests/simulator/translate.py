@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from . import instructions
+from . import instructions, memory, operands
 from .ptx import (
     TYPE_BYTES,
     Address,
@@ -182,7 +182,7 @@ class _Emitter:
     def __init__(self, program: Program, part: list[Instruction], number: int, masked: bool):
         self.program, self.part, self.number, self.masked = program, part, number, masked
         self.lines: list[str] = []
-        self.names = dict(instructions.NAMESPACE)
+        self.names = dict(operands.NAMESPACE)
         self.constants: dict[tuple, str] = {}
 
     def compile(self):
@@ -242,7 +242,7 @@ class _Emitter:
         if isinstance(operand, Special):
             return self.special(operand.name, size)
         if isinstance(operand, Symbol):
-            return self.constant(instructions.symbol_value(self.program, operand), size)
+            return self.constant(operands.symbol_value(self.program, operand), size)
         if isinstance(operand, tuple) and operand[0] == "not":
             return f"(~R[{operand[1].index}])"
         raise PtxError(f"operand not understood: {operand}")
@@ -252,10 +252,10 @@ class _Emitter:
         return f"{text}.view({_VIEWS[kind]})" if kind in _VIEWS else text
 
     def special(self, name: str, size: int) -> str:
-        narrowed = "" if size == instructions.special_bytes(name) else f".astype(U{8 * size})"
+        narrowed = "" if size == operands.special_bytes(name) else f".astype(U{8 * size})"
         if name in ("%tid.x", "%tid.y", "%tid.z", "%laneid", "%warpid"):
             return f"w.specials[{name!r}]{narrowed}"
-        if name in instructions.SPECIALS:
+        if name in operands.SPECIALS:
             return f"S(w, {name!r}){narrowed}"
         raise PtxError(f"special register {name} is not modelled")
 
@@ -349,6 +349,12 @@ class _Emitter:
             return True
         if op == "abs" and kind[0] == "s":
             self.put(o[0], f"np.abs({self.typed(o[1], kind)}).view(U{8 * type_bytes(kind)})", mask)
+            return True
+        if op == "copysign" and kind in ("f32", "f64"):  # the sign of the first, the rest of the second
+            n = type_bytes(kind)
+            sign, rest = 1 << 8 * n - 1, (1 << 8 * n - 1) - 1
+            a = f"{self.source(o[1], n)} & {self.constant(sign, n)}"
+            self.put(o[0], f"({a}) | ({self.source(o[2], n)} & {self.constant(rest, n)})", mask)
             return True
         if op in ("shl", "shr"):
             return self._shift(o, op, kind, mask)
@@ -508,7 +514,7 @@ class _Emitter:
         if space == "param":
             value = f"{value} {sign} w.cta.launch.parameter_base"
         elif space in ("shared", "local"):
-            window = instructions.SHARED_WINDOW if space == "shared" else instructions.LOCAL_WINDOW
+            window = memory.SHARED_WINDOW if space == "shared" else memory.LOCAL_WINDOW
             value = f"{value} {sign} {self.constant(window, 8)}"
         elif space not in ("global", "const"):
             raise PtxError(f"cvta.{space} is not modelled")

@@ -96,7 +96,7 @@ def test_generated_mutations_are_caught(pipeline, attention, capsys):
     for kernel in (pipeline, attention):
         mutants = mutation.mutations(kernel.text)
         assert len(mutants) >= 30
-        # A use waits for its load, and every wait for all loads before it: the last one orders them before dealloc.
+        # Nobody overwrites what is loaded before dealloc: only the last wait::ld is needed.
         loads = [m for m in mutants if "tcgen05.wait::ld" in m.name]
         mutants = [m for m in mutants if m not in loads[:-1]]
         found += mutation.score(mutants, kernel.run, seeds=2)

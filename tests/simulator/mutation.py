@@ -38,7 +38,7 @@ def mutations(text: str) -> list[Mutation]:
     for number, line in enumerate(lines):
         code = line.strip()
         body = re.sub(r"^@!?%\w+\s+", "", code)
-        if DELETED.match(body):
+        if DELETED.match(body) and not _covered(lines, number):
             add(number, "", "deleted")
         waited = re.match(r"mbarrier\.try_wait\S*\s+([\w%]+),", body)
         if waited:
@@ -77,6 +77,14 @@ def mutations(text: str) -> list[Mutation]:
         for what, changed in _tensor_faults(body):
             add(number, changed, what)
     return result
+
+
+def _covered(lines: list[str], number: int) -> bool:
+    """A tcgen05.wait::ld before another one, with nothing handed over between them: uses wait for their loads anyway."""
+    if "tcgen05.wait::ld" not in lines[number]:
+        return False
+    after = (line for line in lines[number + 1 :] if re.search(r"tcgen05\.(wait::ld|fence::before|dealloc)", line))
+    return "wait::ld" in next(after, "")
 
 
 def _tensor_faults(code: str) -> list[tuple[str, str]]:

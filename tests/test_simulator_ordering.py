@@ -37,7 +37,7 @@ def run(body: str, mode: str, *, threads: int = 64, seed: int = 0, device: str =
     other = simulator.array(np.arange(1024, dtype=np.uint32))
     simulator.launch(program(body, {"b200": "sm_100a", "h200": "sm_90a"}[device]), "test", 1, threads, out, other)
     assert not simulator.reports
-    return out.copy()
+    return np.concatenate([out, other])
 
 
 LOAD = """
@@ -53,12 +53,13 @@ ALL = ("eager", *LATE)
 # name: (a right program, its results, [(what is replaced, by what, the report, the modes that see it)])
 PROGRAMS = {
     "bulk store of generic stores (8.6, proxies)": (
-        f"st.shared.u32 [%r3], %r2; {FENCE} bar.sync 0; @%p1 {STORE} @%p1 {COMMIT} @%p1 cp.async.bulk.wait_group 0;",
-        range(1),
+        f"add.u32 %r5, %r2, 500; st.shared.u32 [%r3], %r5; {FENCE} bar.sync 0; @%p1 {STORE} @%p1 {COMMIT} "
+        "@%p1 cp.async.bulk.wait_group 0;",
+        [*[0] * 64, *range(500, 564), 64],
         [
             (FENCE, "", "proxy_fence", ALL),
             (FENCE, "fence.proxy.async.global;", "proxy_fence", ALL),
-            (f"st.shared.u32 [%r3], %r2; {FENCE}", f"{FENCE} st.shared.u32 [%r3], %r2;", "proxy_fence", ALL),
+            (f"st.shared.u32 [%r3], %r5; {FENCE}", f"{FENCE} st.shared.u32 [%r3], %r5;", "proxy_fence", ALL),
             ("bar.sync 0;", "", "race", ALL),
         ],
     ),
@@ -76,7 +77,7 @@ PROGRAMS = {
         f"""setp.lt.u32 %p5, %r2, 4; @%p5 st.shared.u32 [%r3], 5; bar.sync 0; red.shared.add.u32 [%r1], 1; {FENCE} bar.sync 1;
         ld.shared.u32 %r0, [%r1]; @%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r1], 16;
         @%p1 {COMMIT} @%p1 cp.async.bulk.wait_group 0;""",
-        [69] * 64,
+        [*[69] * 64, 69, 5, 5, 5, 4],
         [
             ("bar.sync 0;", "", "race|uninitialised", ALL),
             ("bar.sync 1;", "", "race", ALL),
@@ -84,17 +85,17 @@ PROGRAMS = {
         ],
     ),
     "bulk groups, the newest of which may be pending": (
-        f"""st.shared.u32 [%r3], %r2; {FENCE} bar.sync 0;
+        f"""add.u32 %r5, %r2, 500; st.shared.u32 [%r3], %r5; {FENCE} bar.sync 0;
         @%p1 {STORE} @%p1 {COMMIT} @%p1 {STORE} @%p1 {COMMIT} @%p1 cp.async.bulk.wait_group.read 0;
-        bar.sync 1; st.shared.u32 [%r3], %r2;""",
-        [0] * 64,
+        bar.sync 1; add.u32 %r5, %r2, 700; st.shared.u32 [%r3], %r5;""",
+        [*[0] * 64, *range(500, 564), 64],
         [("read 0;", f"read {n};", "may still read|exit", ALL) for n in (1, 2, 3)],
     ),
     "bulk groups of two threads": (
-        f"""st.shared.u32 [%r3], %r2; {FENCE} bar.sync 0;
+        f"""add.u32 %r5, %r2, 500; st.shared.u32 [%r3], %r5; {FENCE} bar.sync 0;
         @%p2 {STORE} @%p2 {COMMIT} @%p2 cp.async.bulk.wait_group.read 0;
-        bar.sync 1; st.shared.u32 [%r3], %r2;""",
-        [0] * 64,
+        bar.sync 1; add.u32 %r5, %r2, 700; st.shared.u32 [%r3], %r5;""",
+        [*[0] * 64, *range(500, 564), 64],
         [("@%p2 cp.async.bulk.wait", "@%p3 cp.async.bulk.wait", "may still read", ALL)],
     ),
     "an mbarrier's life (9.7.13.15)": (
@@ -145,6 +146,21 @@ PROGRAMS = {
             ("ARRIVE: bar", "ARRIVE: @!%p1 bar", "deadlock", ALL),  # half a warp does not arrive
         ],
     ),
+    "votes of one barrier used again": (
+        """setp.ge.u32 %p5, %r2, 0; setp.lt.u32 %p6, %r2, 0;
+        bar.red.popc.u32 %r0, 1, 64, %p5; bar.red.popc.u32 %r5, 1, 64, %p6; add.u32 %r0, %r0, %r5;""",
+        [64] * 64,
+        [],
+    ),
+    "polling and locks with atomics": (
+        """@!%p4 bra END;
+        LOCK: atom.global.cas.b32 %r5, [%rd2], 0, 1; setp.ne.u32 %p5, %r5, 0; @%p5 bra LOCK;
+        ld.volatile.global.u32 %r0, [%rd2 + 4]; add.u32 %r6, %r0, 1; st.volatile.global.u32 [%rd2 + 4], %r6;
+        atom.global.exch.b32 %r5, [%rd2], 0;
+        END: mov.u32 %r0, 0;""",
+        [*[0] * 64, 0, 33],
+        [("exch.b32 %r5, [%rd2], 0", "exch.b32 %r5, [%rd2], 1", "deadlock", ("late",))],
+    ),
     "bra.uni (9.7.12.3)": (
         "@%p4 bra.uni END; mov.u32 %r0, 1; END:",
         [0] * 32 + [1] * 32,
@@ -187,7 +203,7 @@ shr.u32 %r5, %r2, 3; shl.b32 %r5, %r5, 3; mov.u32 %r6, 255; shl.b32 %r6, %r6, %r
 ])  # fmt: skip
 def test_lanes_of_different_member_masks_are_separate_groups(line, expected):
     """9.7.9.6, 9.7.13.9, 9.7.13.10, 9.7.13.12, 9.7.13.14: each mask names its own threads."""
-    assert run(MASKS + line, "late", threads=32).tolist() == [expected(t) & 0xFFFFFFFF for t in range(32)]
+    assert run(MASKS + line, "late", threads=32).tolist()[:32] == [expected(t) & 0xFFFFFFFF for t in range(32)]
     outside = MASKS + "and.b32 %r6, %r6, 0x7FFFFFFF;" + line
     with pytest.raises(SimulationError, match="lane 31 executes .* not a member of"):
         run(outside, "late", threads=32)
@@ -241,9 +257,31 @@ def test_instructions_of_another_architecture_are_refused():
         run("wgmma.fence.sync.aligned;", "late")
 
 
+def test_one_thread_commits():
+    commit = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r4];"
+    run(f"@%p1 {commit} WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p8, [%r4], 0; @!%p8 bra WAIT;", "late")
+    with pytest.raises(SimulationError, match="tcgen05.commit executed by more than one thread"):
+        run(commit, "late")
+
+
+@pytest.mark.parametrize("line", [
+    "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r1], [%r1], 16, [%r4];",
+    "cp.async.bulk.global.shared::cta.bulk_group.cp_mask [%rd2], [%r1], 16, 1;",
+    "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r2}], [%r4];",
+    "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%rd1, {%r2, %r2}], [%r1];",
+    "tcgen05.mma.cta_group::1.kind::f16.ashift [%r1], [%r1], %rd1, %r1, %p1;",
+    "tcgen05.ld.sync.aligned.32x32b.x1.pack::16b.b32 {%r5}, [%r1];",
+    "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;",
+    "fence.nonsense;", "bar.sync.nonsense 0;", "shfl.sync.nonsense.b32 %r5, %r5, 0, 31, -1;",
+])  # fmt: skip
+def test_forms_that_are_not_modelled_are_refused(line):
+    with pytest.raises(PtxError, match=r"test, line \d+: .*(is not modelled|with 2 coordinates)"):
+        run(line, "late")
+
+
 HANDED_OVER = """
 @%p4 bra FIRST;
-W1: mbarrier.try_wait.relaxed.parity.cluster.shared::cta.b64 %p8, [%r4], 0; @!%p8 bra W1;
+W1: mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 %p8, [%r4], 0; @!%p8 bra W1;
 tcgen05.fence::after_thread_sync;
 ld.shared.u32 %r5, [%r1];
 tcgen05.dealloc.cta_group::1.sync.aligned.b32 0, 64;
@@ -344,6 +382,49 @@ def test_a_dependent_grid_overlaps_until_it_waits():
         run("eager")
     with pytest.raises(SimulationError, match="uninitialised"):
         run("late", wait="")
+
+
+def test_a_chain_of_dependent_grids_fits():
+    """Each waits only for the one before; the later ones leave room for the CTAs of the first."""
+    for mode in ALL:
+        simulator = Simulator("h200", num_sms=1, mode=mode)
+        counter = simulator.array(np.zeros(1, np.uint32))
+        text = GRIDS.replace("ld.volatile.global.u32 %r2, [%rd1]; add.u32 %r2, %r2, 1;", "mov.u32 %r2, 0;").replace(
+            "st.volatile.global.u32 [%rd1], %r2;", "red.global.add.u32 [%rd1], 1;"
+        )
+        text = text.replace(
+            "mov.u32 %r1, 0;", "mov.u32 %r1, 0; griddepcontrol.launch_dependents; griddepcontrol.wait;", 1
+        )
+        for _ in range(4):
+            simulator.launch(text, "count", 100, 1, counter, stream=1, may_overlap=True)
+        simulator.synchronize()
+        assert counter[0] == 3200
+
+
+def test_launches_after_one_that_failed():
+    """Its grids, events and parameters are forgotten."""
+    text = GRIDS.replace("SIGNAL", "trap;")
+    simulator = Simulator("h200", num_sms=1)
+    counter = simulator.array(np.zeros(1, np.uint32))
+    simulator.launch(text, "count", 1, 1, counter)
+    regions = len(simulator.machine.memory.regions)
+    for kernel in ("first", "count"):
+        simulator.launch(text, kernel, 1, 1, *[counter] * (2 if kernel == "first" else 1), stream=1)
+    simulator.streams.record(1, 5)
+    with pytest.raises(SimulationError, match="trap"):
+        simulator.synchronize()
+    assert len(simulator.machine.memory.regions) == regions and simulator.launches[-1][0] == "first"
+    simulator.streams.wait(2, 5)
+    simulator.launch(text, "count", 1, 1, counter, stream=2)
+    simulator.synchronize()
+    assert counter[0] == 16
+
+
+@pytest.mark.parametrize("grid, block", [(0, 1), ((1, 70000), 1), (1, 0), (1, (1, 1, 65)), (1, 1025)])
+def test_launches_the_driver_refuses(grid, block):
+    simulator = Simulator("h200", num_sms=1)
+    with pytest.raises(SimulationError, match="grid of|block of"):
+        simulator.launch(GRIDS, "count", grid, block, simulator.array(np.zeros(1, np.uint32)))
 
 
 # ---- warpgroups ------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def write_memory(
 ) -> None:
     size = element * len(values)
     memory.check_alignment(addresses, size, lanes)
-    w.machine.progress += 1
+    w.machine.progress += space != "local"
     if space == "shared":
         region = w.cta.shared
         memory.check_inside(addresses, size, region.size, region.name, lanes)
@@ -304,7 +304,6 @@ def atomic_update(w, space, addresses, values, third, element: int, functions: d
         raise MemoryFault("out_of_bounds", f"atomic at {space} {int(addresses[0]):#x}", lanes[0])
     function = functions[space]
     memory.check_alignment(addresses, element * len(values), lanes)
-    w.machine.progress += 1
     size = element * len(values)
     if space == "shared":
         region = w.cta.shared
@@ -327,14 +326,16 @@ def atomic_update(w, space, addresses, values, third, element: int, functions: d
         for i, value in enumerate(values):
             at = index + i
             check_written(w, region, at, element, addresses[which], lanes[which])
+            before = view[at]
             if unique:
-                olds[i][which] = view[at]
+                olds[i][which] = before
                 view[at] = function(view[at], value[which], third[which])
             else:
                 for lane, position in zip(which, at):
                     old = view[position : position + 1].copy()
                     olds[i][lane] = old[0]
                     view[position] = function(old, value[lane : lane + 1], third[lane : lane + 1])[0]
+            w.machine.progress += bool((view[at] != before).any())  # a failed try is none
     return olds
 
 

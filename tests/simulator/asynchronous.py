@@ -5,13 +5,11 @@ Sections are those of the PTX ISA 9.1.
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
 from . import formats, layouts, tensor
 from .collectives import gate_converge
-from .cta import LANES, AsyncOp, Wait
+from .cta import LANES, Wait
 from .formats import F32, U16, U32, U64
 from .layouts import LayoutError
 from .memory import MemoryFault
@@ -30,12 +28,10 @@ def build(program, x: Instruction):
     if op == "tcgen05":
         return tensor.build(program, x)
     if "commit_group" in x.parts:
-        return _build_commit
+        return _bulk_commit
     if "wait_group" in x.parts:
         return lambda w, R, m: _wait_done(w, m, x)
-    if x.parts[1] in ("async", "reduce") and "bulk" in x.parts:
-        return _build_bulk(program, x)
-    raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+    return _build_bulk(program, x)
 
 
 def gate(program, x: Instruction):
@@ -96,28 +92,23 @@ def _build_bulk(program, x: Instruction):
     spaces = [p.split("__")[0] for p in parts if p.split("__")[0] in ("shared", "global")]
     to_shared = spaces[0] == "shared"
     operands = list(x.operands)
-    if any(p in ("im2col", "multicast__cluster", "gather4", "scatter4", "cp_mask") for p in parts):
-        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
     if to_shared:
-        if "mbarrier__complete_tx__bytes" not in parts:
-            raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
         target = shared_address(program, operands[0], ["", "shared"])
         barrier = shared_address(program, operands[2 if is_tensor else 3], ["", "shared"])
     kind = parts[-1]
-    operation = next((p for p in parts if p in ("add", "min", "max", "and", "or", "xor", "inc", "dec")), None)
-    if reduce and operation != "add":
-        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
     if is_tensor:
         where = next(o for o in operands if isinstance(o, TensorAddress))
         map_address = reader(program, where.map, 8)
         coordinates = [reader(program, c, 4) for c in where.coordinates]
+        if f"{len(coordinates)}d" not in parts:
+            raise PtxError(f"{x.opcode} with {len(coordinates)} coordinates")
         shared_side = None if to_shared else shared_address(program, operands[1], ["", "shared"])
 
         def tensor_copy(w, R, m):
             for lane in lanes_of(m):
-                tensor_map = _load_map(w, int(map_address(w, R)[lane]), x)
                 at = tuple(int(c(w, R)[lane].view(np.int32)) for c in coordinates)
                 try:
+                    tensor_map = _load_map(w, int(map_address(w, R)[lane]), x)
                     if to_shared:
                         _tensor_load(w, x, tensor_map, at, int(target(w, R)[lane]), int(barrier(w, R)[lane]))
                     else:
@@ -157,33 +148,26 @@ def _load_map(w, address: int, x: Instruction) -> layouts.TensorMap:
     if address % 64:
         w.report("misaligned", f"tensor map at {address:#x}, not a multiple of 64", x.line)
     region, offset = w.machine.memory.bytes_at(address, 128)
-    try:
-        return layouts.decode_tensor_map(region.data[offset : offset + 128].tobytes())
-    except LayoutError as error:
-        _report_layout(w, error, x.line)
-        raise
+    return layouts.decode_tensor_map(region.data[offset : offset + 128].tobytes())
 
 
 def _granules(begin: int, size: int) -> np.ndarray:
     return np.arange(begin >> 2, (begin + size + 3) >> 2)
 
 
-def _issue(w, key, text: str, line: int, stages: list) -> AsyncOp:
-    op = AsyncOp(text, line, w.cta, w.index, deque(stages))
-    if len(w.cta.in_flight) > w.cta.in_flight_limit:
-        w.cta.in_flight = [o for o in w.cta.in_flight if not o.done]
-        w.cta.in_flight_limit = 2 * len(w.cta.in_flight) + 64
-    w.cta.in_flight.append(op)
-    w.machine.progress += 1
-    w.machine.engine.issue(key if key is not None else op, op)
-    return op
-
-
 def _check_shared(w, address: int, size: int, align: int, line: int) -> None:
     if address % align:
         w.report("misaligned", f"shared address {address:#x} is not a multiple of {align}", line)
     if address + size > w.cta.shared.size:
-        w.report("out_of_bounds", f"asynchronous access of shared {address:#x} + {size} bytes", line)
+        raise MemoryFault("out_of_bounds", f"asynchronous access of shared {address:#x} + {size} bytes")
+
+
+def _check_written(w, line: int, region, index: np.ndarray, element: int) -> None:
+    if not region.all_initialised:
+        try:
+            region.check_initialised(index, element)
+        except MemoryFault as fault:
+            w.report(fault.check, str(fault), line)
 
 
 def _guarded(w, line: int, stage):
@@ -220,7 +204,7 @@ def _load(w, x, text: str, target: int, size: int, barrier: int, fill) -> None:
         w.cta.shared.mark(target, target + size)
         completion.complete(known)
 
-    _issue(w, None, text, x.line, [_guarded(w, x.line, act)])
+    w.issue(None, text, x.line, [_guarded(w, x.line, act)])
 
 
 def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:
@@ -236,13 +220,11 @@ def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:
             if chunk == 16 and source.base % 16 == 0:
                 view = source.data[: source.size // 16 * 16].reshape(-1, 16)
                 values[inside] = view[offsets // 16]
-                if not source.all_initialised:
-                    source.check_initialised((offsets[:, None] // 4 + np.arange(4)).ravel(), 4)
+                _check_written(w, x.line, source, (offsets[:, None] // 4 + np.arange(4)).ravel(), 4)
             else:
                 index = offsets[:, None] + np.arange(chunk)
                 values[inside] = source.data[index]
-                if not source.all_initialised:
-                    source.check_initialised(index.ravel(), 1)
+                _check_written(w, x.line, source, index.ravel(), 1)
         data = w.cta.shared.data
         if chunk == 16:
             data[: data.nbytes // 16 * 16].reshape(-1, 16)[shared // 16] = values
@@ -259,8 +241,7 @@ def _bulk_load(w, x, target: int, source: int, size: int, barrier: int) -> None:
 
     def fill():
         region, offset = w.machine.memory.bytes_at(source, size)
-        if not region.all_initialised:
-            region.check_initialised(np.arange(offset // 4, (offset + size) // 4), 4)
+        _check_written(w, x.line, region, np.arange(offset // 4, (offset + size) // 4), 4)
         w.cta.shared.data[target : target + size] = region.data[offset : offset + size]
 
     _load(w, x, "a bulk copy to shared memory", target, size, barrier, fill)
@@ -304,13 +285,12 @@ def _bulk_store(w, x, lane: int, target: int, source: int, size: int, kind: str 
         if kind is None:
             region.data[offset : offset + size] = held["data"]
         else:
-            if not region.all_initialised:
-                region.check_initialised(np.arange(offset // 4, (offset + size) // 4), 4)
+            _check_written(w, x.line, region, np.arange(offset // 4, (offset + size) // 4), 4)
             _add_bytes(region.data[offset : offset + size], held["data"], kind)
         region.mark(offset, offset + size)
         w.machine.progress += 1
 
-    op = _issue(w, None, text, x.line, [_guarded(w, x.line, read), _guarded(w, x.line, write)])
+    op = w.issue(None, text, x.line, [_guarded(w, x.line, read), _guarded(w, x.line, write)])
     op.agent, op.epoch = agent, epoch
     w.bulk_open.setdefault(lane, []).append(op)
 
@@ -351,8 +331,7 @@ def _tensor_store(w, x, lane: int, tensor_map, at, source: int, kind: str | None
         index = (wanted - region.base)[:, None] + np.arange(chunk)
         values = held["data"][inside]
         if kind is not None:
-            if not region.all_initialised:
-                region.check_initialised(index.ravel(), 1)
+            _check_written(w, x.line, region, index.ravel(), 1)
             old = np.ascontiguousarray(region.data[index])
             _add_bytes(old.reshape(-1), np.ascontiguousarray(values).reshape(-1), kind)
             values = old
@@ -361,12 +340,12 @@ def _tensor_store(w, x, lane: int, tensor_map, at, source: int, kind: str | None
             region.shadow[index] = 1
         w.machine.progress += 1
 
-    op = _issue(w, None, text, x.line, [_guarded(w, x.line, read), _guarded(w, x.line, write)])
+    op = w.issue(None, text, x.line, [_guarded(w, x.line, read), _guarded(w, x.line, write)])
     op.agent, op.epoch = agent, epoch
     w.bulk_open.setdefault(lane, []).append(op)
 
 
-def _build_commit(w, R, m) -> None:
+def _bulk_commit(w, R, m) -> None:
     """cp.async.bulk.commit_group: a group of each executing thread (bulk and tensor copy completion instructions)."""
     for lane in lanes_of(m):
         lane = int(lane)
@@ -423,12 +402,10 @@ def _build_wgmma(program, x: Instruction):
     shape = next(p for p in parts if p.startswith("m64n"))
     n = int(shape[4:].split("k")[0])
     kinds = parts[-3:]
-    if kinds[0] != "f32" or kinds[1] != kinds[2] or kinds[1] not in ("bf16", "f16") or not shape.endswith("k16"):
-        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
     wide = formats.bf16_to_f32 if kinds[1] == "bf16" else formats.f16_to_f32
     d = [r.index for r in x.operands[0].items]
     if len(d) != n // 2:
-        raise PtxError(f"{program.name}, line {x.line}: {len(d)} accumulators for n = {n}")
+        raise PtxError(f"{len(d)} accumulators for n = {n}")
     a_registers = isinstance(x.operands[1], Vector)
     a_indices = [r.index for r in x.operands[1].items] if a_registers else None
     a_descriptor = None if a_registers else reader(program, x.operands[1], 8)
@@ -489,7 +466,7 @@ def _build_wgmma(program, x: Instruction):
                 result = result + old.view(F32)
             block[:] = result.astype(F32).view(U32)
 
-        op = _issue(w, ("wgmma", w), "a wgmma", x.line, [_guarded(w, x.line, act)])
+        op = w.issue(("wgmma", w), "a wgmma", x.line, [_guarded(w, x.line, act)])
         op.agent, op.epoch, op.registers = agent, epoch, registers
         w.wgmma_open.append(op)
 

@@ -19,7 +19,7 @@ def build_call(program, x: Instruction):
     """Of the device functions every toolkit provides; real calls are not modelled."""
     name = next((o.name for o in x.operands if isinstance(o, Symbol)), "a register")
     if name not in _FUNCTIONS:
-        raise PtxError(f"{program.name}, line {x.line}: a call of {name} is not modelled")
+        raise PtxError(f"a call of {name} is not modelled")
     return _FUNCTIONS[name](program, x)
 
 
@@ -90,7 +90,9 @@ def _format(w, x: Instruction, form: str, buffer: int, lane: int) -> tuple[str, 
         if kind == "%":
             return "%"
         width = str(argument(4).view(I32)[0]) if width == "*" else width
-        precision = f".{argument(4).view(I32)[0]}" if precision == ".*" else precision
+        if precision == ".*":
+            number = int(argument(4).view(I32)[0])
+            precision = f".{number}" if number >= 0 else ""
         if kind in "eEfFgG":
             value = argument(8).view(np.float64)[0]
         elif kind in "sp":

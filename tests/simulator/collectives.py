@@ -72,7 +72,7 @@ def build_shfl(program, x: Instruction):
 
 
 def build_vote(program, x: Instruction):
-    mode, kind = x.parts[2], x.parts[-1]
+    mode = x.parts[2]
     source = reader(program, x.operands[1], 0)
 
     def vote(w, R, m):
@@ -86,7 +86,6 @@ def build_vote(program, x: Instruction):
         result = {"any": chosen.any(), "all": chosen.all(), "uni": chosen.all() or not chosen.any()}[mode]
         put(R, x.operands[0], np.full(LANES, bool(result)), m)
 
-    del kind
     return vote
 
 

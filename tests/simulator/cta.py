@@ -90,18 +90,23 @@ class Mbarrier:
         return (self.phase & 1) != parity
 
 
+class BarrierPhase:
+    """One use of a named barrier: what its warps know and vote, which they read after its end."""
+
+    def __init__(self, clocks: Clocks):
+        self.complete = False
+        self.known = clocks.zero()
+        self.count, self.all, self.any = 0, True, False
+
+
 class NamedBarrier:
     """PTX ISA 9.7.13.1 barrier{.cta}."""
 
     def __init__(self, clocks: Clocks):
         self.arrived = 0
         self.expected: int | None = None
-        self.generation = 0
         self.clocks = clocks
-        self.gathering = clocks.zero()
-        self.done = clocks.zero()
-        self.votes = [0, True, False]
-        self.result = (0, True, False)
+        self.phase = BarrierPhase(clocks)
 
 
 @dataclass(eq=False)
@@ -153,6 +158,7 @@ class Warp:
         self.executed: Counter = Counter()  # see Cta.execute_together
         self.register_count = cta.launch_registers
         self.tried = False  # the last try_wait gave up
+        self.barrier_phase: BarrierPhase | None = None  # it waits for, or last waited for
         self.cluster_arrivals = self.cluster_waits = 0  # barrier.cluster
         self.local = None  # memory.Region
         thread = index * LANES + np.arange(LANES)
@@ -164,6 +170,17 @@ class Warp:
             "%laneid": np.arange(LANES, dtype=np.uint32),
             "%warpid": np.full(LANES, index, np.uint32),
         }
+
+    def issue(self, key: object, text: str, line: int, stages: list) -> AsyncOp:
+        """Makes an asynchronous operation; those of one `key` that is not None stay in order."""
+        cta, op = self.cta, AsyncOp(text, line, self.cta, self.index, deque(stages))
+        if len(cta.in_flight) > cta.in_flight_limit:
+            cta.in_flight = [o for o in cta.in_flight if not o.done]
+            cta.in_flight_limit = 2 * len(cta.in_flight) + 64
+        cta.in_flight.append(op)
+        self.machine.progress += 1
+        self.machine.engine.issue(key if key is not None else op, op)
+        return op
 
     # ---- reports
 
@@ -209,17 +226,6 @@ class Warp:
             self.report("illegal", "a bra.uni that only some lanes take", line)
 
     # ---- control flow
-
-    def poll(self) -> bool:
-        """Whether some group can go on; releases the waits that are over."""
-        for group in self.groups:
-            if group.wait is None:
-                return True
-            if not group.wait.merge and group.wait.ready():
-                group.wait = None
-                group.released = True
-                return True
-        return False
 
     def step(self) -> bool:
         """Runs one basic block of the runnable group of lowest address. False = blocked."""
@@ -353,9 +359,6 @@ class Cta:
         if number not in self.named:
             self.named[number] = NamedBarrier(self.clocks)
         return self.named[number]
-
-    def live_warps(self) -> int:
-        return sum(not w.finished for w in self.warps)
 
     def granules(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Granule numbers that accesses of `size` bytes touch."""

@@ -6,6 +6,8 @@ function that says whether a group of lanes must wait before the instruction. Se
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from . import accesses, arithmetic, asynchronous, calls, collectives, synchronisation
@@ -117,15 +119,68 @@ for _ops, _kinds, _qualifiers in (
             _MODELLED.setdefault(_op, {}).setdefault(_kind, set()).update(_qualifiers.split())
 
 
-def check_qualifiers(program, x: Instruction) -> None:
-    """Of the instructions in `_MODELLED`.
+# Of the others: what may follow the opcode.
+_FORMS = {
+    op: re.compile("|".join(forms))
+    for op, forms in {
+        "cp": (
+            r"async\.bulk\.(commit_group|wait_group(\.read)?)",
+            r"async\.bulk\.prefetch\.(L2\.global|tensor\.[1-5]d\.L2\.global(\.tile)?)(\.L2::cache_hint)?",
+            r"async\.bulk\.(tensor\.[1-5]d\.)?shared::(cta|cluster)\.global(\.tile)?\.mbarrier::complete_tx::bytes"
+            r"(\.L2::cache_hint)?",
+            r"async\.bulk\.(tensor\.[1-5]d\.)?global\.shared::cta(\.tile)?\.bulk_group(\.L2::cache_hint)?",
+            r"reduce\.async\.bulk\.tensor\.[1-5]d\.global\.shared::cta\.add(\.tile)?\.bulk_group(\.L2::cache_hint)?",
+            r"reduce\.async\.bulk\.global\.shared::cta\.bulk_group(\.L2::cache_hint)?\.add"
+            r"(\.noftz\.f16|\.noftz\.bf16|\.f32|\.[us](32|64))",
+        ),
+        "wgmma": (
+            r"(fence|commit_group|wait_group)\.sync\.aligned",
+            r"mma_async\.sync\.aligned\.m64n\d+k16\.f32\.(bf16\.bf16|f16\.f16)",
+        ),
+        "tcgen05": (
+            r"(alloc\.cta_group::1\.sync\.aligned(\.shared::cta)?|dealloc\.cta_group::1\.sync\.aligned)\.b32",
+            r"relinquish_alloc_permit\.cta_group::1\.sync\.aligned",
+            r"(ld|st)\.sync\.aligned\.(32x32b|16x64b|16x128b|16x256b|16x32bx2)\.x\d+\.b32",
+            r"wait::(ld|st)\.sync\.aligned", r"fence::(before|after)_thread_sync",
+            r"commit\.cta_group::1\.mbarrier::arrive::one(\.shared::cluster)?\.b64", r"mma\.cta_group::1\.kind::f16",
+        ),
+        "mbarrier": (
+            r"(init|inval)(\.shared(::cta)?)?\.b64",
+            r"arrive(_drop)?(\.expect_tx|\.noComplete)?(\.(release|relaxed)\.(cta|cluster))?(\.shared(::cta|::cluster)?)?\.b64",
+            r"(expect_tx|complete_tx)(\.relaxed\.(cta|cluster))?(\.shared(::cta|::cluster)?)?\.b64",
+            r"(test_wait|try_wait)(\.parity)?(\.(acquire|relaxed)\.(cta|cluster))?(\.shared(::cta)?)?\.b64",
+        ),
+        "fence": (
+            r"((sc|acq_rel|acquire|release)\.)?(cta|cluster|gpu|sys)", r"mbarrier_init\.release\.cluster",
+            r"proxy\.(alias|async(\.(global|shared::(cta|cluster)))?)",
+        ),
+        "membar": ("cta|gl|sys",),
+        "bar": (r"(cta\.)?(sync|arrive)", r"(cta\.)?red\.(popc\.u32|(and|or)\.pred)", r"warp\.sync"),
+        "barrier": (
+            r"(cta\.)?(sync|arrive)(\.aligned)?", r"(cta\.)?red\.(popc(\.aligned)?\.u32|(and|or)(\.aligned)?\.pred)",
+            r"cluster\.(arrive(\.release|\.relaxed)?|wait(\.acquire)?)(\.aligned)?",
+        ),
+        "shfl": (r"sync\.(up|down|bfly|idx)\.b32",), "vote": (r"sync\.((all|any|uni)\.pred|ballot\.b32)",),
+        "match": (r"(any|all)\.sync\.b(32|64)",), "elect": ("sync",), "activemask": ("b32",),
+        "setmaxnreg": (r"(inc|dec)\.sync\.aligned\.u32",), "griddepcontrol": ("launch_dependents|wait",),
+        "ldmatrix": (r"sync\.aligned\.m8n8\.x[124](\.trans)?(\.shared(::cta)?)?\.b16",),
+        "stmatrix": (r"sync\.aligned\.m8n8\.x[124](\.trans)?(\.shared(::cta)?)?\.b16",),
+    }.items()
+}  # fmt: skip
+
+
+def check_qualifiers(x: Instruction) -> None:
+    """Of the instructions in `_MODELLED` and `_FORMS`.
 
     Raises:
         PtxError: the type or a qualifier is not modelled.
     """
-    kinds = _MODELLED.get(x.parts[0])
-    if kinds is not None and not kinds.get(x.parts[-1], frozenset()).issuperset(x.parts[1:-1]):
-        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+    op, _, form = x.opcode.partition(".")
+    kinds = _MODELLED.get(op)
+    if (kinds is not None and not kinds.get(x.parts[-1], frozenset()).issuperset(x.parts[1:-1])) or (
+        op in _FORMS and not _FORMS[op].fullmatch(form)
+    ):
+        raise PtxError(f"{x.opcode} is not modelled")
 
 
 _BUILDERS = {
@@ -180,7 +235,7 @@ def build(program, x: Instruction):
         if op in ("min", "max"):
             return arithmetic.build_minmax(program, x)
     if op not in _BUILDERS:
-        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+        raise PtxError(f"{x.opcode} is not modelled")
     return _BUILDERS[op](program, x)
 
 
@@ -193,7 +248,7 @@ def is_gated(x: Instruction) -> bool:
     if op == "mbarrier":
         return parts[1] == "try_wait"
     if op == "cp":
-        return "wait_group" in parts or "wait_all" in parts
+        return "wait_group" in parts
     if op == "griddepcontrol":
         return "wait" in parts
     return op in collectives.COLLECTIVES or op in ("setmaxnreg", "wgmma", "tcgen05", "ldmatrix", "stmatrix")

@@ -15,6 +15,7 @@ from .cta import AsyncOp, Cta, Report, Warp
 MODES = ("eager", "late", "random")
 MMA_ORDERS = ("issue", "isa")
 REGISTER_FILE = 65536
+MAX_GRID, MAX_BLOCK = ((1 << 31) - 1, 65535, 65535), (1024, 1024, 64)
 DEFAULT_CHECKS = {
     "out_of_bounds": "error",
     "uninitialised": "error",
@@ -107,9 +108,10 @@ class Launch:
     instructions: int = 0
     done: bool = False
 
-    @property
-    def lets_next_start(self) -> bool:
-        return any("launch_dependents" in x.parts for x in self.program.kernel.instructions)
+    def follows(self, other: Launch) -> bool:
+        """Whether it overlaps the other grid, or one that does."""
+        before = self.overlapped
+        return before is not None and (before is other or before.follows(other))
 
     @property
     def threads(self) -> int:
@@ -142,7 +144,7 @@ class Profile:
 
 
 class Machine:
-    """Executes launches. `num_sms` SMs; as many CTAs resident as threads and shared memory allow."""
+    """Executes launches. `num_sms` SMs; as many CTAs resident as threads, registers and shared memory allow."""
 
     def __init__(
         self, *, num_sms: int, mode: str, seed: int, mma_order: str = "issue", checks: dict[str, str] | None = None
@@ -156,6 +158,8 @@ class Machine:
         for name, severity in (checks or {}).items():
             if name not in self.checks or severity not in ("error", "warning", "off"):
                 raise ValueError(f"checks: expected one of {', '.join(self.checks)}, got {name!r}: {severity!r}")
+            if name == "deadlock" and severity != "error":
+                raise ValueError("checks: nothing can follow a deadlock, expected severity 'error'")
             self.checks[name] = severity
         self.memory = memory.GlobalMemory()
         self.engine = Engine(mode, self.rng)
@@ -189,9 +193,12 @@ class Machine:
         """Makes a grid active, beside an `overlapped` one that its griddepcontrol.wait waits for.
 
         Raises:
-            SimulationError: it does not fit.
+            SimulationError: a launch the driver would refuse.
         """
         program = launch.program
+        for what, values, limits in (("grid", launch.grid, MAX_GRID), ("block", launch.block, MAX_BLOCK)):
+            if not all(1 <= value <= limit for value, limit in zip(values, limits)):
+                raise SimulationError(f"{program.name}: a {what} of {values}, expected 1 to {limits}")
         if launch.threads > (program.kernel.max_threads or 1024):
             raise SimulationError(f"{program.name}: {launch.threads} threads a CTA, more than the kernel allows")
         if program.kernel.block not in (None, launch.block):
@@ -217,6 +224,7 @@ class Machine:
             launch.on_end()
         self.active.clear()
         self.engine.queues.clear()
+        self.idle_rounds, self.last_progress = 0, -1
 
     def round(self) -> None:
         """A pass over the CTAs of one active grid: of the youngest that can run, or in mode random of any."""
@@ -242,9 +250,9 @@ class Machine:
     def _fill(self, launch: Launch) -> None:
         """Makes CTAs resident, as many as the grids beside it leave room for; of a cooperative grid all at once.
 
-        A grid that overlaps this one takes no room: on the chip it would start when all CTAs of this one have.
+        A grid that overlaps this one, or one that does, takes no room: on the chip it starts when all CTAs of this one have.
         """
-        others = sum(len(x.resident) / x.limit for x in self.active if x is not launch and x.overlapped is not launch)
+        others = sum(len(x.resident) / x.limit for x in self.active if x is not launch and not x.follows(launch))
         room = int((1 - others) * launch.limit + 1e-6) - len(launch.resident)
         left = launch.ctas - launch.started
         if launch.cooperative and room < left:
@@ -272,6 +280,7 @@ class Machine:
         if not launch.resident and launch.started == launch.ctas:
             engine.drain(launch)
             launch.done = ran = True
+            launch.overlapped = None
             self.active.remove(launch)
             launch.on_end()
             self.progress += 1
@@ -329,5 +338,4 @@ class Machine:
         warp = next(w for w in cta.warps if w.groups)
         warp.line = cta.program.blocks[warp.groups[0].block].line
         text = "every warp is blocked:\n  " + "\n  ".join(lines)
-        self.checks["deadlock"] = "error"
         warp.report("deadlock", text)

@@ -15,6 +15,7 @@ UNSIGNED = memory.UNSIGNED
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 SPECIALS = {
+    **dict.fromkeys(("%tid.x", "%tid.y", "%tid.z", "%laneid", "%warpid")),  # a warp knows them from the start
     "%ntid.x": lambda w: w.cta.block[0], "%ntid.y": lambda w: w.cta.block[1], "%ntid.z": lambda w: w.cta.block[2],
     "%ctaid.x": lambda w: w.cta.coordinates[0], "%ctaid.y": lambda w: w.cta.coordinates[1],
     "%ctaid.z": lambda w: w.cta.coordinates[2], "%nctaid.x": lambda w: w.cta.launch.grid[0],
@@ -79,8 +80,6 @@ def reader(program, operand, size: int):
         return lambda w, R: array
     if isinstance(operand, Special):
         name, kind = operand.name, UNSIGNED[size]
-        if name in ("%tid.x", "%tid.y", "%tid.z", "%laneid", "%warpid"):
-            return lambda w, R: w.specials[name].astype(kind)
         if name not in SPECIALS:
             raise PtxError(f"special register {name} is not modelled")
         return lambda w, R: special(w, name).astype(kind)

@@ -219,8 +219,8 @@ class Simulator:
         for parameter, value in zip(program.kernel.parameters, arguments):
             if isinstance(value, np.ndarray):
                 value = value.ctypes.data
-            if isinstance(value, float):
-                value = np.float32(value).tobytes()
+            if isinstance(value, (float, np.floating)):
+                value = np.array(value, {4: np.float32, 8: np.float64}[parameter.bytes]).tobytes()
             if isinstance(value, (int, np.integer)):
                 value = (int(value) % (1 << 8 * parameter.bytes)).to_bytes(parameter.bytes, "little")
             if len(value) != parameter.bytes:
@@ -262,7 +262,8 @@ class Simulator:
             self.free(address)
             if cooperative:
                 self.free(launch.grid_workspace)
-            self.launches.append((program.name, launch.grid, launch.instructions))
+            if launch.started:
+                self.launches.append((program.name, launch.grid, launch.instructions))
 
         launch.on_end = ended
         return launch
@@ -440,7 +441,7 @@ class Simulator:
         else:
             try:
                 self.synchronize()
-            except RuntimeError as error:
+            except BaseException as error:  # an exception cannot cross the C frames
                 return self._fail(error)
         return 0
 

@@ -39,7 +39,7 @@ class _Item:
         before = self.before.launch
         if not self.may_overlap or not self.before.started or before is None:
             return False
-        return before.lets_next_start if self.early else before.signalled == before.ctas
+        return before.program.lets_next_start if self.early else before.signalled == before.ctas
 
 
 class Streams:
@@ -75,7 +75,7 @@ class Streams:
         self._append(stream, launch=launch, may_overlap=may_overlap, early=early)
 
     def record(self, stream: int, event: int) -> None:
-        """The event is what is in the stream now."""
+        """The event is what is in the stream now; of a grid that another overlaps without waiting for it, the other."""
         self._events[event] = self._append(stream)
 
     def wait(self, stream: int, event: int) -> None:
@@ -86,8 +86,12 @@ class Streams:
     def clear(self) -> None:
         """Forgets what is not done yet."""
         self._machine.abort()
+        for item in (item for queue in self._queues.values() for item in queue):
+            if item.launch is not None:
+                item.launch.on_end()
         self._queues.clear()
         self._last.clear()
+        self._events.clear()
 
     def _choose(self) -> int | None:
         """The stream whose first item starts now.
@@ -106,14 +110,15 @@ class Streams:
 
     def _start(self, stream: int) -> None:
         queue = self._queues[stream]
-        item = queue.popleft()
-        if not queue:
-            del self._queues[stream]
+        item = queue[0]
         if item.run is not None:
             item.run()
         if item.launch is not None:
             self._machine.start(item.launch, item.before.launch if item.overlaps else None)
         item.started, item.before = True, None
+        queue.popleft()
+        if not queue:
+            del self._queues[stream]
 
     def flush(self) -> None:
         """Does everything."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .collectives import converged, gate_converge
-from .cta import FULL, LANES, Converge, Mbarrier, Wait
+from .cta import FULL, LANES, BarrierPhase, Converge, Mbarrier, Wait
 from .formats import U32, U64
 from .operands import lanes_of, put, reader, shared_address
 from .ptx import Address, Instruction, PtxError, Register, Sink
@@ -24,8 +24,8 @@ def _barrier_operands(program, x: Instruction):
     return number, count, predicate
 
 
-def _barrier_arrive(w, x: Instruction, number: int, count: int | None, votes, needs_all: bool):
-    """Adds this warp to the barrier; returns (barrier, generation)."""
+def _barrier_arrive(w, x: Instruction, number: int, count: int | None, votes) -> tuple:
+    """Adds this warp to the barrier; returns the barrier and the phase."""
     cta = w.cta
     if number > 15:
         w.report("illegal", f"barrier number {number}", x.line)
@@ -38,57 +38,47 @@ def _barrier_arrive(w, x: Instruction, number: int, count: int | None, votes, ne
         if count % LANES or count == 0:
             w.report("barrier", f"barrier {number} with {count} threads, not a multiple of the warp size", x.line)
     if barrier.expected is not None and barrier.expected != count:
-        w.report(
-            "barrier",
-            f"barrier {number} expects {barrier.expected} threads, this warp says {count}",
-            x.line,
-        )
+        w.report("barrier", f"barrier {number} expects {barrier.expected} threads, this warp says {count}", x.line)
     barrier.expected = count
     barrier.arrived += LANES
     if barrier.arrived > count:
         w.report("barrier", f"barrier {number}: more than {count} threads arrive", x.line)
-    token = cta.clocks.release(w.index)
-    for mine, other in zip(barrier.gathering, token):
+    phase = barrier.phase
+    for mine, other in zip(phase.known, cta.clocks.release(w.index)):
         np.maximum(mine, other, out=mine)
     if votes is not None:
-        barrier.votes = [
-            barrier.votes[0] + int(votes.sum()),
-            barrier.votes[1] and bool(votes.all()),
-            barrier.votes[2] or bool(votes.any()),
-        ]
-    generation = barrier.generation
+        phase.count += int(votes.sum())
+        phase.all &= bool(votes.all())
+        phase.any |= bool(votes.any())
     _barrier_settle(barrier, exited)
     w.machine.progress += 1
-    return barrier, generation
+    return barrier, phase
 
 
 def _barrier_settle(barrier, exited: int) -> None:
-    if barrier.expected is not None and barrier.arrived and barrier.arrived + exited * LANES >= barrier.expected:
-        barrier.generation += 1
-        barrier.done = barrier.gathering
-        barrier.gathering = barrier.clocks.zero()
-        barrier.result, barrier.votes = tuple(barrier.votes), [0, True, False]
+    if barrier.arrived and barrier.arrived + exited * LANES >= barrier.expected:
+        barrier.phase.complete = True
+        barrier.phase = BarrierPhase(barrier.clocks)
         barrier.arrived, barrier.expected = 0, None
 
 
 def gate_barrier(program, x: Instruction):
     number, count, predicate = _barrier_operands(program, x)
-    all_threads = count is None
 
     def gate(w, R, m):
         if not converged(w, m):
             return Converge("the other lanes of its warp at a barrier")
-        n = int(number(w, R)[lanes_of(m)[0]])
-        c = int(count(w, R)[lanes_of(m)[0]]) if count else None
+        lane = lanes_of(m)[0]
+        n, c = int(number(w, R)[lane]), int(count(w, R)[lane]) if count else None
         votes = predicate(w, R)[FULL if m is None else m] if predicate else None
-        barrier, generation = _barrier_arrive(w, x, n, c, votes, True)
+        barrier, phase = _barrier_arrive(w, x, n, c, votes)
+        w.barrier_phase = phase
 
         def ready():
-            if barrier.generation == generation and all_threads:
+            if count is None and barrier.phase is phase:
                 _barrier_settle(barrier, sum(v.finished for v in w.cta.warps))
-            return barrier.generation > generation
+            return phase.complete
 
-        w.pending_barrier = barrier
         return Wait(f"barrier {n}", ready) if not ready() else None
 
     return gate
@@ -96,16 +86,15 @@ def gate_barrier(program, x: Instruction):
 
 def build_barrier(program, x: Instruction):
     """After the wait: acquires, and delivers the vote."""
-    number, _, _ = _barrier_operands(program, x)
     op = next((p for p in x.parts if p in ("popc", "and", "or")), None)
 
     def barrier_done(w, R, m):
-        barrier = w.cta.named_barrier(int(number(w, R)[lanes_of(m)[0]]))
-        w.cta.clocks.acquire(w.index, barrier.done)
+        phase = w.barrier_phase
+        w.cta.clocks.acquire(w.index, phase.known)
         if op == "popc":
-            put(R, x.operands[0], np.full(LANES, barrier.result[0], U32), m)
+            put(R, x.operands[0], np.full(LANES, phase.count, U32), m)
         elif op:
-            put(R, x.operands[0], np.full(LANES, barrier.result[1 if op == "and" else 2]), m)
+            put(R, x.operands[0], np.full(LANES, phase.all if op == "and" else phase.any), m)
 
     return barrier_done
 
@@ -115,7 +104,7 @@ def build_barrier_arrive(program, x: Instruction):
 
     def arrive(w, R, m):
         lane = lanes_of(m)[0]
-        _barrier_arrive(w, x, int(number(w, R)[lane]), int(count(w, R)[lane]), None, False)
+        _barrier_arrive(w, x, int(number(w, R)[lane]), int(count(w, R)[lane]), None)
 
     return arrive
 
@@ -303,7 +292,7 @@ def _ready(w, R, lane: int, where, state, parity: bool, line: int):
 def gate_mbarrier(program, x: Instruction):
     """try_wait blocks until the phase completes; lanes of which some are ready go on.
 
-    It may give up before, after a time the system chooses: every other time in mode late, by chance in mode random.
+    It may give up before, after a time the system chooses: the first time in mode late, by chance in mode random.
     """
     where, state, parity = _wait_operands(program, x)
 
@@ -315,6 +304,7 @@ def gate_mbarrier(program, x: Instruction):
             lanes = lanes[:1]
         pairs = [_ready(w, R, lane, where, state, parity, x.line) for lane in lanes]
         if any(done for _, done in pairs):
+            w.tried = False
             return None
         machine = w.machine
         w.tried = not w.tried and (machine.mode == "late" or (machine.mode == "random" and machine.rng.random() < 0.3))

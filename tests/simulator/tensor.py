@@ -11,7 +11,6 @@ published kernels assume; "isa" has a queue and an asynchronous agent for each (
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,7 +19,7 @@ import numpy as np
 from . import formats, layouts
 from .accesses import write_memory
 from .collectives import gate_converge
-from .cta import LANES, AsyncOp, Converge, Wait
+from .cta import LANES, Wait
 from .formats import F32, U16, U32
 from .layouts import LayoutError
 from .operands import lanes_of, reader, shared_address
@@ -126,14 +125,6 @@ def _next(w, what: str, pipeline: tuple = ()) -> tuple[int, int]:
     return agent, int(clocks.counter[agent])
 
 
-def _issue(w, key, text: str, line: int, stage) -> AsyncOp:
-    op = AsyncOp(text, line, w.cta, w.index, deque([stage]))
-    w.cta.in_flight.append(op)
-    w.machine.progress += 1
-    w.machine.engine.issue(key, op)
-    return op
-
-
 # ---- dispatch ------------------------------------------------------------------------------------
 
 
@@ -148,8 +139,6 @@ def build(program, x: Instruction):
         "mma": _build_mma,
         "commit": _build_commit,
     }
-    if "cta_group__2" in x.parts or (action not in makers and not action.startswith(("wait", "fence"))):
-        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
     if action == "wait__ld":
         return lambda w, R, m: _waited(w, "ld")
     if action == "wait__st":
@@ -182,8 +171,9 @@ def gate(program, x: Instruction):
         count = reader(program, x.operands[1], 4)
 
         def alloc_gate(w, R, m):
-            if m is not None and (w.alive & ~m).any():
-                return Converge("the other lanes of its warp at tcgen05.alloc")
+            wait = converge(w, R, m)
+            if wait is not None:
+                return wait
             n = int(count(w, R)[0])
             if n < 32 or n > COLUMNS or n & (n - 1):
                 return None
@@ -320,11 +310,9 @@ def _build_transfer(program, x: Instruction):
     try:
         part = fragment(shape, number, split)
     except LayoutError as error:
-        raise PtxError(f"{program.name}, line {x.line}: {error}") from error
-    if any(p.startswith(("pack", "unpack")) for p in x.parts) or len(operands) != 2:
-        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
+        raise PtxError(str(error)) from error
     if len(items) != part.registers:
-        raise PtxError(f"{program.name}, line {x.line}: {len(items)} registers, {part.registers} for {shape}.x{number}")
+        raise PtxError(f"{len(items)} registers, {part.registers} for {shape}.x{number}")
     address, offset = reader(program, place_operand.base, 4), place_operand.offset
     sources = [reader(program, v, 4) for v in items] if kind == "st" else None
     bit = program.load_bits.get(id(x), 0)
@@ -358,7 +346,7 @@ def _build_transfer(program, x: Instruction):
             def act():
                 block[:] = memory.by_column[at]
 
-        op = _issue(w, (f"tcgen05.{kind}", w), f"tcgen05.{kind}", x.line, act)
+        op = w.issue((f"tcgen05.{kind}", w), f"tcgen05.{kind}", x.line, [act])
         op.agent, op.epoch = agent, epoch
         w.tensor_ops[kind].append(op)
         if kind == "ld":
@@ -423,13 +411,6 @@ def _operand(w, descriptor: int, mn: int, mn_major: bool):
 
 
 def _build_mma(program, x: Instruction):
-    parts = x.parts
-    if (
-        "kind__f16" not in parts
-        or any(p in parts for p in ("sp", "ws", "block_scale"))
-        or any("collector" in p for p in parts)
-    ):
-        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
     ops = list(x.operands)
     d_address = reader(program, ops[0].base, 4)
     d_offset = ops[0].offset
@@ -441,7 +422,7 @@ def _build_mma(program, x: Instruction):
     disabled = [reader(program, v, 4) for v in rest.pop(0).items] if isinstance(rest[0], Vector) else None
     accumulate = reader(program, rest.pop(0), 0)
     if rest and not (isinstance(rest[0], Immediate) and rest[0].value == 0):
-        raise PtxError(f"{program.name}, line {x.line}: scale-input-d is not modelled")
+        raise PtxError("scale-input-d is not modelled")
 
     def mma(w, R, m):
         lane = int(lanes_of(m)[0])
@@ -515,7 +496,7 @@ def _build_mma(program, x: Instruction):
                 result = np.where(off, np.ascontiguousarray(target).reshape(rows, n), result)
             target[:] = result.reshape(target.shape)
 
-        op = _issue(w, ("tcgen05.mma", w, agent), "tcgen05.mma", x.line, act)
+        op = w.issue(("tcgen05.mma", w, agent), "tcgen05.mma", x.line, [act])
         op.agent, op.epoch = agent, epoch
         op.known = known.copy()
         w.tensor_last[agent] = op
@@ -525,12 +506,12 @@ def _build_mma(program, x: Instruction):
 
 def _build_commit(program, x: Instruction):
     """Arrives when the thread's earlier MMAs have completed; implies fence::before_thread_sync (9.7.16.12.1, 9.7.16.6.4.2)."""
-    if "multicast__cluster" in x.parts:
-        raise PtxError(f"{program.name}, line {x.line}: {x.opcode} is not modelled")
     where = shared_address(program, x.operands[0], ["", "shared"])
 
     def commit(w, R, m):
         lane = int(lanes_of(m)[0])
+        if m is None or m.sum() != 1:
+            w.report("illegal", "tcgen05.commit executed by more than one thread")
         address = int(where(w, R)[lane])
         barrier = mbarrier_at(w, address, x.line)
         if barrier is None:
@@ -557,6 +538,6 @@ def _build_commit(program, x: Instruction):
             barrier.settle()
             w.machine.progress += 1
 
-        _issue(w, ("tcgen05.commit", w), "tcgen05.commit", x.line, act)
+        w.issue(("tcgen05.commit", w), "tcgen05.commit", x.line, [act])
 
     return commit

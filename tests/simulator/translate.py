@@ -62,8 +62,6 @@ def _located(kernel: str, x: Instruction):
     try:
         yield
     except PtxError as error:
-        if f"line {x.line}:" in str(error):
-            raise
         raise PtxError(f"{kernel}, line {x.line}: {error}") from error
     except (KeyError, AttributeError, IndexError, ValueError, TypeError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -76,7 +74,9 @@ def type_bytes(kind: str) -> int:
 
 
 class Block:
-    """A basic block: `run(warp, registers, mask)` returns the next block, -1 = exit, or (taken, target, fall-through)."""
+    """A basic block: `run(warp, registers, mask)` returns the next block, -1 = exit, (taken, target, fall-through), or an
+    array of every lane's next block (brx.idx).
+    """
 
     def __init__(self, kernel: str, line: int, opcodes: tuple[str, ...]):
         self.kernel, self.line, self.opcodes, self.size = kernel, line, opcodes, len(opcodes)
@@ -125,6 +125,7 @@ class Program:
                 self.symbols[variable.name] = local
                 local += variable.bytes
         self.local_bytes = local
+        self.lets_next_start = any("launch_dependents" in x.parts for x in kernel.instructions)
         poison = {0: np.zeros(LANES, bool)}
         for size, kind in UNSIGNED.items():
             poison[size] = np.full(LANES, int.from_bytes(b"\xcb" * size, "little"), kind)
@@ -190,6 +191,8 @@ class _Emitter:
         ended = False
         first = self.part[0].parts if self.part else []
         begin = 1 if first[:1] == ["wgmma"] or (first[:1] == ["tcgen05"] and first[1] != "st") else 0
+        if begin:  # what it reads itself
+            self.use_loads(_registers(self.part[0].operands[first[1] == "ld" :]))
         for i, instruction in enumerate(self.part):
             if i == begin:
                 self.access_asynchronous_registers(self.part[i:])
@@ -199,6 +202,13 @@ class _Emitter:
         text = "def block(w, R, m):\n" + "\n".join("    " + x for x in self.lines)
         exec(compile(text, f"<{self.program.name[:60]} block {self.number}>", "exec"), self.names)
         return self.names["block"]
+
+    def use_loads(self, registers: Iterator[Register]) -> None:
+        used = 0
+        for r in registers:
+            used |= self.program.load_registers.get(r.index, 0)
+        if used:
+            self.lines.append(f"if w.loading & {used}: w.access_loads({used}, 0, {self.part[0].line})")
 
     def access_asynchronous_registers(self, part: list[Instruction]) -> None:
         """Tells the warp which registers of asynchronous instructions the rest of the block accesses."""
@@ -253,8 +263,6 @@ class _Emitter:
 
     def special(self, name: str, size: int) -> str:
         narrowed = "" if size == operands.special_bytes(name) else f".astype(U{8 * size})"
-        if name in ("%tid.x", "%tid.y", "%tid.z", "%laneid", "%warpid"):
-            return f"w.specials[{name!r}]{narrowed}"
         if name in operands.SPECIALS:
             return f"S(w, {name!r}){narrowed}"
         raise PtxError(f"special register {name} is not modelled")
@@ -277,7 +285,7 @@ class _Emitter:
     def _instruction(self, x: Instruction) -> bool:
         parts = x.parts
         op = parts[0]
-        instructions.check_qualifiers(self.program, x)
+        instructions.check_qualifiers(x)
         mask = "m" if self.masked else None
         if op == "bra":
             target = self.program.target(x.operands[0])
@@ -320,7 +328,7 @@ class _Emitter:
         self.names[name] = closure
         call = f"w.line = {x.line}; {name}(w, R, {mask or 'None'})"
         self.lines.append(f"if q.any(): {call}" if mask == "q" else call)
-        return op == "trap" and False
+        return False
 
     def inline(self, x: Instruction, parts: list[str], mask: str | None) -> bool:
         op, kind, o = parts[0], parts[-1], x.operands
@@ -480,7 +488,6 @@ class _Emitter:
         flush = "ftz" in parts
         if kind.startswith(("f16", "bf16")):
             return False
-        n = type_bytes(kind)
         a, b = self.typed(o[1], kind), self.typed(o[2], kind)
         if flush:
             a, b = f"ftz({a})", f"ftz({b})"
@@ -494,7 +501,6 @@ class _Emitter:
             value = f"(({a} != {b}) & ({a} == {a}) & ({b} == {b}))"
         else:
             value = f"({a} {_SETP[comparison]} {b})"
-        del n
         combine = next((p for p in parts[2:] if p in ("and", "or", "xor")), None)
         targets = o[0].items if isinstance(o[0], Vector) else (o[0],)
         self.lines.append(f"t = {value}")

@@ -43,6 +43,10 @@ class Engine:
         self.mode, self.rng = mode, rng
         self.queues: dict[object, deque[AsyncOp]] = {}
         self.steps = 0
+        # Of mode random, for a whole run: how fast it is against the warps; whether what is issued last is done first, which
+        # leaves prefetches for the last moment.
+        self.pace = rng.choice((0.02, 0.3))
+        self.newest_first = rng.random() < 0.5
 
     def issue(self, key: object, op: AsyncOp) -> None:
         if self.mode == "eager":
@@ -59,11 +63,11 @@ class Engine:
         self.steps += 1
 
     def step(self) -> bool:
-        """Runs one stage: of the oldest operation, or of a random queue's first."""
+        """Runs one stage: of the oldest queue (late), of the newest or of any (random)."""
         if not self.queues:
             return False
         keys = list(self.queues)
-        self._advance(keys[0] if self.mode == "late" else self.rng.choice(keys))
+        self._advance(keys[0] if self.mode == "late" else keys[-1] if self.newest_first else self.rng.choice(keys))
         return True
 
     def _advance(self, key: object) -> None:
@@ -271,7 +275,7 @@ class Machine:
                 rng.shuffle(warps)
             for warp in warps:
                 ran |= self._slice(warp)
-                if self.mode == "random" and engine.queues and rng.random() < 0.3:
+                if self.mode == "random" and engine.queues and rng.random() < engine.pace:
                     engine.step()
             if not any(w.groups for w in cta.warps):
                 self._exit(cta)

@@ -232,7 +232,7 @@ def mutate(backend: str, part: int = 0, parts: int = 1, say=None) -> list[mutati
     assert run("", "late", 0)
     chosen = mutation.mutations(original["text"])[part::parts]
     for m in chosen:
-        mutation.score([m], run, seeds=3, modes=target.modes, first_catch=True)
+        mutation.score([m], run, seeds=8, modes=target.modes, first_catch=True)
         m.text = ""
         if say:
             say(mutation.table([m]).split("\n")[1])

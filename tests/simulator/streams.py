@@ -100,7 +100,7 @@ class Streams:
         """
         mode, rng, running = self._machine.mode, self._machine.rng, bool(self._machine.active)
         ready = [s for s, q in self._queues.items() if q[0].ready()]
-        if not ready or (running and (mode == "eager" or (mode == "random" and rng.random() < 0.9))):
+        if not ready or (running and (mode == "eager" or (mode == "random" and rng.random() < 0.5))):
             return None
         if mode == "random":
             return rng.choice(ready)

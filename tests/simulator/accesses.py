@@ -67,6 +67,30 @@ def _load(w, region, offsets, element: int, count: int, addresses: np.ndarray, l
     return out
 
 
+def _shared(w, addresses: np.ndarray, size: int, lanes: np.ndarray, record):
+    """Shared memory, after the checks of an access; `record` is the clocks' method of its kind."""
+    region = w.cta.shared
+    memory.check_inside(addresses, size, region.size, region.name, lanes)
+    if w.machine.track:
+        text = record(w.index, w.cta.granules(addresses, size), w.line, size < 4)
+        if text:
+            w.report("race", text)
+    return region
+
+
+def _joined(pieces, accesses: int, element: int, count: int) -> list[np.ndarray]:
+    """`count` values an access from pieces (values, selection of the accesses or None for all)."""
+    out = None
+    for values, chosen in pieces:
+        if chosen is None:
+            return values
+        if out is None:
+            out = [np.zeros(accesses, UNSIGNED[element]) for _ in range(count)]
+        for target, value in zip(out, values):
+            target[chosen] = value
+    return out
+
+
 def _local(w, addresses: np.ndarray, size: int, lanes: np.ndarray):
     """The warp's local memory and offsets in it: every lane has its own part."""
     limit = w.cta.program.local_bytes
@@ -85,12 +109,7 @@ def read_memory(
     size = element * count
     memory.check_alignment(addresses, size, lanes)
     if space == "shared":
-        region = w.cta.shared
-        memory.check_inside(addresses, size, region.size, region.name, lanes)
-        if w.machine.track:
-            text = w.cta.clocks.generic_read(w.index, w.cta.granules(addresses, size), w.line, size < 4)
-            if text:
-                w.report("race", text)
+        region = _shared(w, addresses, size, lanes, w.cta.clocks.generic_read)
         return _load(w, region, addresses, element, count, addresses, lanes)
     if space == "local":
         region, offsets = _local(w, addresses, size, lanes)
@@ -100,29 +119,20 @@ def read_memory(
         memory.check_inside(addresses, size, region.size, region.name, lanes)
         return _load(w, region, addresses + U64(region.base), element, count, addresses, lanes)
     if space == "generic":
-        out = None
-        for name, part, chosen in split_generic(addresses):
-            values = read_memory(w, name, part, element, count, lanes if chosen is None else lanes[chosen])
-            if chosen is None:
-                return values
-            if out is None:
-                out = [np.zeros(len(addresses), UNSIGNED[element]) for _ in range(count)]
-            for target, value in zip(out, values):
-                target[chosen] = value
-        return out
-    out = None
-    for region, chosen in w.machine.memory.groups(addresses, size, lanes):
+        pieces = (
+            (read_memory(w, name, part, element, count, lanes if chosen is None else lanes[chosen]), chosen)
+            for name, part, chosen in split_generic(addresses)
+        )
+        return _joined(pieces, len(addresses), element, count)
+
+    def read(region, chosen):
         part, those = (addresses, lanes) if chosen is None else (addresses[chosen], lanes[chosen])
         if space == "const" and not region.constant:
             raise MemoryFault("out_of_bounds", f"ld.const at {int(part[0]):#x}, in {region.name}", those[0])
-        values = _load(w, region, part, element, count, part, those)
-        if chosen is None:
-            return values
-        if out is None:
-            out = [np.zeros(len(addresses), UNSIGNED[element]) for _ in range(count)]
-        for target, value in zip(out, values):
-            target[chosen] = value
-    return out
+        return _load(w, region, part, element, count, part, those), chosen
+
+    pieces = (read(*group) for group in w.machine.memory.groups(addresses, size, lanes))
+    return _joined(pieces, len(addresses), element, count)
 
 
 def write_memory(
@@ -132,12 +142,7 @@ def write_memory(
     memory.check_alignment(addresses, size, lanes)
     w.machine.progress += space != "local"
     if space == "shared":
-        region = w.cta.shared
-        memory.check_inside(addresses, size, region.size, region.name, lanes)
-        if w.machine.track:
-            text = w.cta.clocks.generic_write(w.index, w.cta.granules(addresses, size), w.line, size < 4)
-            if text:
-                w.report("race", text)
+        region = _shared(w, addresses, size, lanes, w.cta.clocks.generic_write)
         memory.store(region, addresses, values, element)
         return
     if space == "local":
@@ -292,27 +297,21 @@ def build_atomic(program, x: Instruction):
 def atomic_update(w, space, addresses, values, third, element: int, functions: dict, lanes) -> list[np.ndarray]:
     """Applies the space's function lane by lane, in lane order; returns the old values."""
     if space == "generic":
-        olds = [np.zeros(len(addresses), UNSIGNED[element]) for _ in values]
-        for name, part, chosen in split_generic(addresses):
-            chosen = slice(None) if chosen is None else chosen
-            chosen_values = [v[chosen] for v in values]
-            some = atomic_update(w, name, part, chosen_values, third[chosen], element, functions, lanes[chosen])
-            for old, value in zip(olds, some):
-                old[chosen] = value
-        return olds
+
+        def update(name, part, chosen):
+            those = slice(None) if chosen is None else chosen
+            some = [v[those] for v in values]
+            return atomic_update(w, name, part, some, third[those], element, functions, lanes[those]), chosen
+
+        pieces = (update(*piece) for piece in split_generic(addresses))
+        return _joined(pieces, len(addresses), element, len(values))
     if space not in functions:
         raise MemoryFault("out_of_bounds", f"atomic at {space} {int(addresses[0]):#x}", lanes[0])
     function = functions[space]
     memory.check_alignment(addresses, element * len(values), lanes)
     size = element * len(values)
     if space == "shared":
-        region = w.cta.shared
-        memory.check_inside(addresses, size, region.size, region.name, lanes)
-        if w.machine.track:
-            text = w.cta.clocks.generic_atomic(w.index, w.cta.granules(addresses, size), w.line, size < 4)
-            if text:
-                w.report("race", text)
-        pieces = [(region, None)]
+        pieces = [(_shared(w, addresses, size, lanes, w.cta.clocks.generic_atomic), None)]
     else:
         pieces = list(w.machine.memory.groups(addresses, size, lanes))
     olds = [np.zeros(len(addresses), UNSIGNED[element]) for _ in values]
@@ -345,8 +344,6 @@ def atomic_update(w, space, addresses, values, third, element: int, functions: d
 def build_matrix(program, x: Instruction):
     """ldmatrix and stmatrix m8n8.b16: lane 8i + r gives the address of row r of matrix i."""
     parts = x.parts
-    if "m8n8" not in parts or parts[-1] != "b16":
-        raise PtxError(f"{x.opcode} is not modelled")
     count = int(next(p for p in parts if p in ("x1", "x2", "x4"))[1:])
     store, transposed = parts[0] == "stmatrix", "trans" in parts
     address, vector = (x.operands[0], x.operands[1]) if store else (x.operands[1], x.operands[0])

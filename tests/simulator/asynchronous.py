@@ -162,12 +162,15 @@ def _check_shared(w, address: int, size: int, align: int, line: int) -> None:
         raise MemoryFault("out_of_bounds", f"asynchronous access of shared {address:#x} + {size} bytes")
 
 
-def _check_written(w, line: int, region, index: np.ndarray, element: int) -> None:
-    if not region.all_initialised:
-        try:
-            region.check_initialised(index, element)
-        except MemoryFault as fault:
-            w.report(fault.check, str(fault), line)
+def _check_written(w, line: int, region, offsets, chunk: int, element: int) -> None:
+    """Reports a read of never-written bytes in the `chunk` bytes at each offset; `element` bytes are judged together."""
+    if region.all_initialised:
+        return
+    index = (np.reshape(offsets, (-1, 1)) // element + np.arange(chunk // element)).ravel()
+    missing = region.never_written(index, element)
+    if missing.any():
+        at = int(index[missing.argmax()]) * element + region.base
+        w.report("uninitialised", f"read of never-written memory at {at:#x} ({region.name})", line)
 
 
 def _guarded(w, line: int, stage):
@@ -220,11 +223,11 @@ def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:
             if chunk == 16 and source.base % 16 == 0:
                 view = source.data[: source.size // 16 * 16].reshape(-1, 16)
                 values[inside] = view[offsets // 16]
-                _check_written(w, x.line, source, (offsets[:, None] // 4 + np.arange(4)).ravel(), 4)
+                _check_written(w, x.line, source, offsets, 16, 4)
             else:
                 index = offsets[:, None] + np.arange(chunk)
                 values[inside] = source.data[index]
-                _check_written(w, x.line, source, index.ravel(), 1)
+                _check_written(w, x.line, source, offsets, chunk, 1)
         data = w.cta.shared.data
         if chunk == 16:
             data[: data.nbytes // 16 * 16].reshape(-1, 16)[shared // 16] = values
@@ -241,7 +244,7 @@ def _bulk_load(w, x, target: int, source: int, size: int, barrier: int) -> None:
 
     def fill():
         region, offset = w.machine.memory.bytes_at(source, size)
-        _check_written(w, x.line, region, np.arange(offset // 4, (offset + size) // 4), 4)
+        _check_written(w, x.line, region, offset, size, 4)
         w.cta.shared.data[target : target + size] = region.data[offset : offset + size]
 
     _load(w, x, "a bulk copy to shared memory", target, size, barrier, fill)
@@ -267,12 +270,19 @@ def _take_shared(w, begin: int, size: int, line: int, what: str) -> np.ndarray:
     return region.data[begin : begin + size].copy()
 
 
+def _store(w, x, lane: int, source: int, size: int, text: str, read, write) -> None:
+    """A copy or reduction of a bulk group: `read` takes from shared memory, `write` goes to global memory, both later."""
+    agent, epoch = _read_shared(w, _granules(source, size), ("bulk of warp and lane", w.index, lane), x.line, text)
+    op = w.issue(None, text, x.line, [_guarded(w, x.line, read), _guarded(w, x.line, write)])
+    op.agent, op.epoch = agent, epoch
+    w.bulk_open.setdefault(lane, []).append(op)
+
+
 def _bulk_store(w, x, lane: int, target: int, source: int, size: int, kind: str | None) -> None:
     if size % 16 or target % 16:
         w.report("misaligned", f"bulk copy of {size} bytes to {target:#x}: multiples of 16 are needed", x.line)
     _check_shared(w, source, size, 16, x.line)
     text = "a bulk reduction from shared memory" if kind else "a bulk copy from shared memory"
-    agent, epoch = _read_shared(w, _granules(source, size), ("bulk of warp and lane", w.index, lane), x.line, text)
     held = {}
 
     def read():
@@ -285,14 +295,12 @@ def _bulk_store(w, x, lane: int, target: int, source: int, size: int, kind: str 
         if kind is None:
             region.data[offset : offset + size] = held["data"]
         else:
-            _check_written(w, x.line, region, np.arange(offset // 4, (offset + size) // 4), 4)
+            _check_written(w, x.line, region, offset, size, 4)
             _add_bytes(region.data[offset : offset + size], held["data"], kind)
         region.mark(offset, offset + size)
         w.machine.progress += 1
 
-    op = w.issue(None, text, x.line, [_guarded(w, x.line, read), _guarded(w, x.line, write)])
-    op.agent, op.epoch = agent, epoch
-    w.bulk_open.setdefault(lane, []).append(op)
+    _store(w, x, lane, source, size, text, read, write)
 
 
 def _add_bytes(target: np.ndarray, data: np.ndarray, kind: str) -> None:
@@ -314,7 +322,6 @@ def _tensor_store(w, x, lane: int, tensor_map, at, source: int, kind: str | None
     _check_shared(w, source, size, 128, x.line)
     address, inside, shared, chunk = layouts.box_addresses(tensor_map, at, source)
     text = "a tensor reduction from shared memory" if kind else "a tensor store from shared memory"
-    agent, epoch = _read_shared(w, _granules(source, size), ("bulk of warp and lane", w.index, lane), x.line, text)
     held = {}
 
     def read():
@@ -331,7 +338,7 @@ def _tensor_store(w, x, lane: int, tensor_map, at, source: int, kind: str | None
         index = (wanted - region.base)[:, None] + np.arange(chunk)
         values = held["data"][inside]
         if kind is not None:
-            _check_written(w, x.line, region, index.ravel(), 1)
+            _check_written(w, x.line, region, wanted - region.base, chunk, 1)
             old = np.ascontiguousarray(region.data[index])
             _add_bytes(old.reshape(-1), np.ascontiguousarray(values).reshape(-1), kind)
             values = old
@@ -340,9 +347,7 @@ def _tensor_store(w, x, lane: int, tensor_map, at, source: int, kind: str | None
             region.shadow[index] = 1
         w.machine.progress += 1
 
-    op = w.issue(None, text, x.line, [_guarded(w, x.line, read), _guarded(w, x.line, write)])
-    op.agent, op.epoch = agent, epoch
-    w.bulk_open.setdefault(lane, []).append(op)
+    _store(w, x, lane, source, size, text, read, write)
 
 
 def _bulk_commit(w, R, m) -> None:

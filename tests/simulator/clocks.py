@@ -14,6 +14,12 @@ from .ptx import PtxError
 GRANULE = 4  # bytes
 
 
+def join(known: tuple, token: tuple) -> None:
+    """Adds to what is known."""
+    for mine, other in zip(known, token):
+        np.maximum(mine, other, out=mine)
+
+
 class Clocks:
     """`warps` warps and up to `spare` asynchronous agents over `size` bytes of shared memory."""
 
@@ -71,9 +77,11 @@ class Clocks:
         return token
 
     def acquire(self, warp: int, token) -> None:
-        np.maximum(self.now[warp], token[0], out=self.now[warp])
-        np.maximum(self.proxy[warp], token[1], out=self.proxy[warp])
-        np.maximum(self.tensor_received[warp], token[2], out=self.tensor_received[warp])
+        join((self.now[warp], self.proxy[warp], self.tensor_received[warp]), token)
+
+    def only_tensor(self, token) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What a relaxed arrival or wait hands over: only what the tcgen05 fences add (9.7.16.6.3)."""
+        return *self.zero()[:2], token[2]
 
     def tensor_release(self, warp: int) -> None:
         """tcgen05.fence::before_thread_sync."""

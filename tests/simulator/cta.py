@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import memory
-from .clocks import GRANULE, Clocks
+from .clocks import GRANULE, Clocks, join
 
 if TYPE_CHECKING:
     from .machine import Launch, Machine
@@ -66,8 +66,7 @@ class Mbarrier:
         self.done = clocks.zero()
 
     def join(self, token) -> None:
-        for mine, other in zip(self.gathering, token):
-            np.maximum(mine, other, out=mine)
+        join(self.gathering, token)
 
     def arrive(self, count: int) -> str | None:
         """Arrive-on; returns what is wrong with it (9.7.13.15.4, 9.7.13.15.7)."""

@@ -62,12 +62,6 @@ class Region:
         """Which of these elements have a byte that nothing wrote."""
         return self.shadows[element][index] != _INITIALISED[element]
 
-    def check_initialised(self, index: np.ndarray, element: int) -> None:
-        missing = self.never_written(index, element)
-        if missing.any():
-            at = int(index[missing.argmax()]) * element + self.base
-            raise MemoryFault("uninitialised", f"read of never-written memory at {at:#x} ({self.name})")
-
     def adopt_host_writes(self) -> None:
         """Marks what the host wrote: elements no kernel wrote a byte of that are not poison any more."""
         if self.all_initialised or not self.host_element:

@@ -6,6 +6,7 @@ Sections are those of the PTX ISA 9.1.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import struct
@@ -98,7 +99,7 @@ class Instruction:
     predicate: Register | None = None
     negated: bool = False
 
-    @property
+    @functools.cached_property
     def parts(self) -> list[str]:
         return self.opcode.replace("::", "__").split(".")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from .clocks import join
 from .collectives import converged, gate_converge
 from .cta import FULL, LANES, BarrierPhase, Converge, Mbarrier, Wait
 from .formats import U32, U64
 from .operands import lanes_of, put, reader, shared_address
-from .ptx import Address, Instruction, PtxError, Register, Sink
+from .ptx import Address, Instruction, Register, Sink
 
 # ---- barriers of warps and CTAs (9.7.13.1, 9.7.13.2) ---------------------------------------------
 
@@ -44,8 +45,7 @@ def _barrier_arrive(w, x: Instruction, number: int, count: int | None, votes) ->
     if barrier.arrived > count:
         w.report("barrier", f"barrier {number}: more than {count} threads arrive", x.line)
     phase = barrier.phase
-    for mine, other in zip(phase.known, cta.clocks.release(w.index)):
-        np.maximum(mine, other, out=mine)
+    join(phase.known, cta.clocks.release(w.index))
     if votes is not None:
         phase.count += int(votes.sum())
         phase.all &= bool(votes.all())
@@ -120,8 +120,7 @@ def build_cluster_barrier(program, x: Instruction):
         clocks = w.cta.clocks
         gathering = w.cta.cluster_clocks.setdefault(w.cluster_arrivals, clocks.zero())
         if "relaxed" not in x.parts:
-            for mine, other in zip(gathering, clocks.release(w.index)):
-                np.maximum(mine, other, out=mine)
+            join(gathering, clocks.release(w.index))
         w.machine.progress += 1
 
     def wait(w, R, m):
@@ -220,9 +219,7 @@ def build_mbarrier(program, x: Instruction):
             w.machine.progress += 1
 
         return expect
-    if op in ("try_wait", "test_wait"):
-        return _build_mbarrier_wait(program, x)
-    raise PtxError(f"{x.opcode} is not modelled")
+    return _build_mbarrier_wait(program, x)
 
 
 def _expect(w, barrier, size: int) -> None:
@@ -244,8 +241,8 @@ def _build_mbarrier_arrive(program, x: Instruction):
     def arrive(w, R, m):
         states = np.zeros(LANES, U64)
         token = w.cta.clocks.release(w.index)
-        if "relaxed" in parts:  # orders nothing but what the tcgen05 fences add (9.7.16.6.3)
-            token = (*w.cta.clocks.zero()[:2], token[2])
+        if "relaxed" in parts:
+            token = w.cta.clocks.only_tensor(token)
         for lane in lanes_of(m):
             barrier = mbarrier_at(w, int(where(w, R)[lane]), x.line)
             if barrier is None:
@@ -340,10 +337,8 @@ def _build_mbarrier_wait(program, x: Instruction):
                     seen.append(barrier)
         for barrier in seen:
             barrier.observed = barrier.phase
-            known = barrier.done
-            if "relaxed" in x.parts:
-                known = (*w.cta.clocks.zero()[:2], known[2])
-            w.cta.clocks.acquire(w.index, known)
+            relaxed = "relaxed" in x.parts
+            w.cta.clocks.acquire(w.index, w.cta.clocks.only_tensor(barrier.done) if relaxed else barrier.done)
         put(R, target, out, m)
 
     return wait

@@ -56,6 +56,14 @@ def _registers(operands: list) -> Iterator[Register]:
                 yield r
 
 
+def _bits(table: dict[int, int], operands: list) -> int:
+    """Of all registers among the operands."""
+    bits = 0
+    for r in _registers(operands):
+        bits |= table.get(r.index, 0)
+    return bits
+
+
 @contextlib.contextmanager
 def _located(kernel: str, x: Instruction):
     """What goes wrong inside is a PtxError that names the kernel and the line."""
@@ -81,7 +89,6 @@ class Block:
     def __init__(self, kernel: str, line: int, opcodes: tuple[str, ...]):
         self.kernel, self.line, self.opcodes, self.size = kernel, line, opcodes, len(opcodes)
         self.gate = None
-        self._texts = {}
         self._full = self._masked = None
 
     def run(self, warp, registers, mask):
@@ -192,7 +199,9 @@ class _Emitter:
         first = self.part[0].parts if self.part else []
         begin = 1 if first[:1] == ["wgmma"] or (first[:1] == ["tcgen05"] and first[1] != "st") else 0
         if begin:  # what it reads itself
-            self.use_loads(_registers(self.part[0].operands[first[1] == "ld" :]))
+            self.access_loads(
+                _bits(self.program.load_registers, self.part[0].operands[first[1] == "ld" :]), 0, self.part[0].line
+            )
         for i, instruction in enumerate(self.part):
             if i == begin:
                 self.access_asynchronous_registers(self.part[i:])
@@ -203,30 +212,21 @@ class _Emitter:
         exec(compile(text, f"<{self.program.name[:60]} block {self.number}>", "exec"), self.names)
         return self.names["block"]
 
-    def use_loads(self, registers: Iterator[Register]) -> None:
-        used = 0
-        for r in registers:
-            used |= self.program.load_registers.get(r.index, 0)
-        if used:
-            self.lines.append(f"if w.loading & {used}: w.access_loads({used}, 0, {self.part[0].line})")
+    def access_loads(self, used: int, overwritten: int, line: int) -> None:
+        if used | overwritten:
+            self.lines.append(f"if w.loading & {used | overwritten}: w.access_loads({used}, {overwritten}, {line})")
 
     def access_asynchronous_registers(self, part: list[Instruction]) -> None:
         """Tells the warp which registers of asynchronous instructions the rest of the block accesses."""
         touched = used = overwritten = 0
         for x in part:
-            destinations = [] if x.parts[0] in _NO_DESTINATION else x.operands[:1]
-            for r in _registers(x.operands[len(destinations) :]):
-                touched |= self.program.wgmma_registers.get(r.index, 0)
-                used |= self.program.load_registers.get(r.index, 0) & ~overwritten
-            for r in _registers(destinations):
-                touched |= self.program.wgmma_registers.get(r.index, 0)
-                overwritten |= self.program.load_registers.get(r.index, 0) & ~used
+            sources = 0 if x.parts[0] in _NO_DESTINATION else 1  # where they begin
+            touched |= _bits(self.program.wgmma_registers, x.operands)
+            used |= _bits(self.program.load_registers, x.operands[sources:]) & ~overwritten
+            overwritten |= _bits(self.program.load_registers, x.operands[:sources]) & ~used
         if touched:
             self.lines.append(f"w.touch_wgmma({touched}, {part[0].line})")
-        if used | overwritten:
-            self.lines.append(
-                f"if w.loading & {used | overwritten}: w.access_loads({used}, {overwritten}, {part[0].line})"
-            )
+        self.access_loads(used, overwritten, part[0].line)
 
     # ---- operands
 
@@ -286,40 +286,31 @@ class _Emitter:
         parts = x.parts
         op = parts[0]
         instructions.check_qualifiers(x)
-        mask = "m" if self.masked else None
+        mask = active = "m" if self.masked else None
+        if x.predicate is not None:
+            condition = f"{'~' if x.negated else ''}R[{x.predicate.index}]"
+            active = f"{condition} & m" if self.masked else condition
+            if op in ("bra", "brx") and "uni" in parts:
+                self.lines.append(f"w.check_uniform({condition}, m, {x.line})")
         if op == "bra":
             target = self.program.target(x.operands[0])
             if x.predicate is None:
                 self.lines.append(f"return {target}")
                 return True
-            fall = self.number + 1
-            condition = f"{'~' if x.negated else ''}R[{x.predicate.index}]"
-            taken = f"{condition} & m" if self.masked else condition
-            if "uni" in parts:
-                self.lines.append(f"w.check_uniform({condition}, m, {x.line})")
-            self.lines.append(f"return ({taken}, {target}, {fall})")
+            self.lines.append(f"return ({active}, {target}, {self.number + 1})")
             return True
         if op == "brx":
-            taken = mask
-            if x.predicate is not None:
-                condition, taken = f"{'~' if x.negated else ''}R[{x.predicate.index}]", "q"
-                self.lines.append(f"q = {condition} & m" if self.masked else f"q = {condition}")
-                if "uni" in parts:
-                    self.lines.append(f"w.check_uniform({condition}, m, {x.line})")
             self.names["brx"] = instructions.build_brx(self.program, x, self.number + 1)
-            self.lines.append(f"w.line = {x.line}; return brx(w, R, {taken})")
+            self.lines.append(f"w.line = {x.line}; return brx(w, R, {active})")
             return True
         if op in ("ret", "exit"):
             if x.predicate is None:
                 self.lines.append("return -1")
                 return True
-            condition = f"{'~' if x.negated else ''}R[{x.predicate.index}]"
-            taken = f"{condition} & m" if self.masked else condition
-            self.lines.append(f"return ({taken}, -1, {self.number + 1})")
+            self.lines.append(f"return ({active}, -1, {self.number + 1})")
             return True
         if x.predicate is not None:
-            condition = f"{'~' if x.negated else ''}R[{x.predicate.index}]"
-            self.lines.append(f"q = {condition} & m" if self.masked else f"q = {condition}")
+            self.lines.append(f"q = {active}")
             mask = "q"
         if self.inline(x, parts, mask):
             return False

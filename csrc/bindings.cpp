@@ -6,10 +6,10 @@
 #include <map>
 #include <tuple>
 
-#include "host/backward.h"
 #include "host/device.h"
 #include "host/fatbin.h"
-#include "host/main_kernel.h"
+#include "pipeline/backward.h"
+#include "pipeline/main_kernels.h"
 
 namespace py = pybind11;
 
@@ -41,8 +41,8 @@ std::string dq_accum_name(DqAccum dq_accum) {
 
 // (T, Hq, Hkv, W, entries, rows, edge_capacity, work_capacity)
 using SizesTuple = std::tuple<int64_t, int, int, int64_t, int, int, int64_t, int64_t>;
-Sizes to_sizes(const SizesTuple& t) {
-  return std::apply([](auto... size) { return Sizes{size...}; }, t);
+BackwardSizes to_sizes(const SizesTuple& t) {
+  return std::apply([](auto... size) { return BackwardSizes{size...}; }, t);
 }
 
 // (address, row stride, head stride), strides in elements
@@ -78,9 +78,8 @@ py::list describe_main_kernels() {
 
 py::tuple plan_of(const WorkspacePlan& plan) {
   py::list sections;
-  for (int i = 0; i < kNumSections; ++i) {
-    const char* name = section_name(static_cast<Section>(i));
-    sections.append(py::make_tuple(name, plan.offsets[i], plan.bytes[i]));
+  for (const Section& section : plan.sections) {
+    sections.append(py::make_tuple(section.name, section.offset, section.bytes));
   }
   return py::make_tuple(plan.total_bytes, sections);
 }

@@ -3,6 +3,7 @@
 // elements.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include <cstddef>
@@ -127,6 +128,15 @@ struct MainParams {
   int64_t workspace_rows;
   int64_t task_capacity;
   DqAccum dq_accum;
+};
+
+// What a TMA-fed main kernel takes.
+struct TmaKernelParams {
+  CUtensorMap q;         // {64 d, 8 heads, 2 halves of d, Hq/8, T}, box {64, 8, 2, G/8, 1}
+  CUtensorMap grad_out;  // as q
+  CUtensorMap k;         // {64 d, W keys, 2 halves of d, Hkv}, box {64, 128, 2, 1}
+  CUtensorMap v;         // as k
+  MainParams main;
 };
 
 struct PostprocessParams {

@@ -57,6 +57,16 @@ MSA_HOST_DEVICE constexpr Walk plan_walk(int32_t num_tasks, int32_t num_sms, Wal
   return {num_tasks, length, full, tail, full + left / tail + (left % tail != 0)};
 }
 
+// At least the grid of plan_walk for any number of tasks in [0, capacity].
+MSA_HOST_DEVICE constexpr int32_t max_grid(int64_t capacity, int num_sms, const WalkRule& rule) {
+  const int64_t short_tasks =
+      capacity < rule.short_walk_max_tasks ? capacity : rule.short_walk_max_tasks;
+  const int64_t short_chunks = ceil_div<int64_t>(short_tasks, rule.short_walk);
+  const int64_t long_chunks = ceil_div<int64_t>(capacity, rule.long_walk);
+  // A spread-out tail gives each SM at least three tasks, so it has at most num_sms CTAs.
+  return static_cast<int32_t>((short_chunks > long_chunks ? short_chunks : long_chunks) + num_sms);
+}
+
 struct TaskInterval {
   int32_t begin;
   int32_t end;

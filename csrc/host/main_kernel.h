@@ -1,4 +1,4 @@
-// The main kernels that are built, and what the pipeline needs to know of each.
+// What the backward's pipeline needs to know of a main kernel.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -33,12 +33,5 @@ struct MainKernel {
   void (*launch)(const MainParams& params, const Tuning& tuning, const DeviceInfo& device,
                  cudaStream_t stream);
 };
-
-const std::vector<MainKernel>& main_kernels();
-// Throws std::invalid_argument naming what is built.
-const MainKernel& find_main_kernel(const std::string& name);
-
-// The largest grid of plan_walk over all task counts in [0, capacity].
-int32_t max_grid(int64_t capacity, int num_sms, const WalkRule& rule);
 
 }  // namespace msa

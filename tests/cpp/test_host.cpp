@@ -2,12 +2,12 @@
 
 #include <functional>
 
-#include "host/backward.h"
 #include "host/device.h"
 #include "host/error.h"
 #include "host/fatbin.h"
-#include "host/main_kernel.h"
 #include "host/tensor_map.h"
+#include "pipeline/backward.h"
+#include "pipeline/main_kernels.h"
 
 namespace msa {
 namespace {
@@ -22,43 +22,47 @@ void expect_error(const std::function<void()>& action, const std::string& text) 
   }
 }
 
-constexpr Sizes kSizes{8192, 64, 4, 8192, 1, 64, 131072, 300};
+constexpr BackwardSizes kSizes{8192, 64, 4, 8192, 1, 64, 131072, 300};
 
 TEST(Workspace, SectionsAreAlignedAndDisjoint) {
   for (const DqAccum accum : {DqAccum::kBf16, DqAccum::kFp16, DqAccum::kFp32}) {
     for (const size_t guard : {size_t{0}, size_t{4096}}) {
-      const WorkspacePlan plan = plan_workspace(kSizes, accum, guard);
+      const WorkspacePlan plan = plan_backward(kSizes, accum, guard);
       size_t end = 0;
-      for (int i = 0; i < kNumSections; ++i) {
-        EXPECT_EQ(plan.offsets[i] % 256, 0u) << section_name(static_cast<Section>(i));
-        EXPECT_GE(plan.offsets[i], end) << section_name(static_cast<Section>(i));
-        end = plan.offsets[i] + plan.bytes[i] + guard;
+      for (const Section& section : plan.sections) {
+        EXPECT_EQ(section.offset % 256, 0u) << section.name;
+        EXPECT_GE(section.offset, end) << section.name;
+        end = section.offset + section.bytes + guard;
       }
       EXPECT_GE(plan.total_bytes, end);
     }
   }
 }
 
+size_t bytes_of(const BackwardSizes& sizes, DqAccum accum, BackwardSection section) {
+  return plan_backward(sizes, accum, 0).sections[static_cast<size_t>(section)].bytes;
+}
+
 TEST(Workspace, SizesFollowTheShapes) {
   EXPECT_EQ(kSizes.group(), 16);
   EXPECT_EQ(kSizes.task_capacity(), 4 * 131072 / 8 + 300);
-  const WorkspacePlan plan = plan_workspace(kSizes, DqAccum::kBf16, 0);
-  EXPECT_EQ(plan.size(Section::kDqPool), size_t{8192} * 64 * 128 * 2);
-  EXPECT_EQ(plan.size(Section::kDkPool), size_t{8192} * 4 * 128 * 4);
-  EXPECT_EQ(plan.size(Section::kTaskTokens), size_t(kSizes.task_capacity()) * 8 * 4);
-  EXPECT_EQ(plan_workspace(kSizes, DqAccum::kFp32, 0).size(Section::kDqPool),
+  EXPECT_EQ(bytes_of(kSizes, DqAccum::kBf16, BackwardSection::kDqPool),
+            size_t{8192} * 64 * 128 * 2);
+  EXPECT_EQ(bytes_of(kSizes, DqAccum::kFp32, BackwardSection::kDqPool),
             size_t{8192} * 64 * 128 * 4);
+  EXPECT_EQ(bytes_of(kSizes, DqAccum::kBf16, BackwardSection::kDkPool), size_t{8192} * 4 * 128 * 4);
+  EXPECT_EQ(bytes_of(kSizes, DqAccum::kBf16, BackwardSection::kTaskTokens),
+            size_t(kSizes.task_capacity()) * 8 * 4);
 }
 
 TEST(Workspace, PassesTwoToThe31) {
-  Sizes sizes = kSizes;
+  BackwardSizes sizes = kSizes;
   sizes.num_tokens = 300'000;
-  EXPECT_EQ(plan_workspace(sizes, DqAccum::kFp32, 0).size(Section::kDqPool),
-            300'000ull * 64 * 128 * 4);
+  EXPECT_EQ(bytes_of(sizes, DqAccum::kFp32, BackwardSection::kDqPool), 300'000ull * 64 * 128 * 4);
 }
 
 TEST(Workspace, RejectsWhatTheKernelsCannotServe) {
-  Sizes sizes = kSizes;
+  BackwardSizes sizes = kSizes;
   sizes.num_heads = 12;
   expect_error<std::invalid_argument>([&] { plan_backward(sizes, DqAccum::kBf16, 0); },
                                       "q: expected Hq / Hkv of 16 or 8, got 3");

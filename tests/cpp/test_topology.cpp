@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 
-#include "host/main_kernel.h"
 #include "topology.h"
 
 namespace msa {

@@ -43,7 +43,6 @@
 
 #include "device/ptx_sm100.cuh"
 #include "device/vector.cuh"
-#include "host/tma_launch.h"
 #include "sm100/backward/config.cuh"
 
 namespace msa::sm100 {

@@ -1,3 +1,4 @@
+#include "host/tma_launch.h"
 #include "sm100/backward/kernel.cuh"
 #include "sm100/backward/launch.h"
 

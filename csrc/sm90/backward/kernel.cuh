@@ -29,7 +29,6 @@
 #include "device/ptx.cuh"
 #include "device/ptx_sm90.cuh"
 #include "device/vector.cuh"
-#include "host/tma_launch.h"
 
 namespace msa::sm90 {
 

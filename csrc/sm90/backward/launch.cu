@@ -1,3 +1,4 @@
+#include "host/tma_launch.h"
 #include "sm90/backward/kernel.cuh"
 #include "sm90/backward/launch.h"
 

@@ -3,14 +3,11 @@
 //
 // Thread i owns key i of the block while it computes P and dS, and column i of d while it computes
 // gradients. K, V and the block's dK, dV of one task lie in shared memory.
-#include <algorithm>
+#pragma once
 
 #include "device/vector.cuh"
-#include "host/error.h"
-#include "simple/launch.h"
 
 namespace msa::simple {
-namespace {
 
 constexpr int kThreads = 128;
 static_assert(kThreads == kBlockKeys && kThreads == kHeadDim);
@@ -104,43 +101,6 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t task = blockIdx.x; task < num_tasks; task += gridDim.x) {
     run_task<DqElement>(params, shared, task);
   }
-}
-
-Tuning tune(const TuningShape&) { return {WalkRule{}, 9}; }
-
-template <class DqElement>
-void launch_as(const MainParams& params, const DeviceInfo& device, cudaStream_t stream) {
-  const auto kernel = simple_kernel<DqElement>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  sizeof(SharedStorage)),
-             "shared memory of the simple backward");
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(params.task_capacity, device.num_sms));
-  kernel<<<grid, kThreads, sizeof(SharedStorage), stream>>>(params);
-  check_cuda(cudaGetLastError(), "launch of the simple backward");
-}
-
-void launch(const MainParams& params, const Tuning&, const DeviceInfo& device,
-            cudaStream_t stream) {
-  switch (params.dq_accum) {
-    case DqAccum::kFp32:
-      return launch_as<float>(params, device, stream);
-    case DqAccum::kBf16:
-      return launch_as<__nv_bfloat16>(params, device, stream);
-    case DqAccum::kFp16:
-      return launch_as<__half>(params, device, stream);
-  }
-}
-
-}  // namespace
-
-MainKernel main_kernel() {
-  return {"simple",
-          0,
-          PoolLayout::kRowMajor,
-          DqAccum::kFp32,
-          {DqAccum::kFp32, DqAccum::kBf16, DqAccum::kFp16},
-          tune,
-          launch};
 }
 
 }  // namespace msa::simple

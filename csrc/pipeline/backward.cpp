@@ -1,17 +1,17 @@
-#include "host/backward.h"
+#include "pipeline/backward.h"
 
 #include <algorithm>
 
 #include "delta/launch.h"
 #include "host/error.h"
-#include "host/main_kernel.h"
+#include "pipeline/main_kernels.h"
 #include "postprocess/launch.h"
 #include "task_build/launch.h"
 
 namespace msa {
 namespace {
 
-void check_sizes(const Sizes& sizes) {
+void check_sizes(const BackwardSizes& sizes) {
   constexpr int64_t kInt32Max = 0x7FFFFFFF;
   require(sizes.num_kv_heads >= 1 && sizes.num_heads % sizes.num_kv_heads == 0,
           "q: expected query heads that are a multiple of Hkv = ", sizes.num_kv_heads, ", got ",
@@ -40,15 +40,18 @@ void check_kernel(const MainKernel& kernel, const DeviceInfo& device, DqAccum dq
 // One call: what every launch takes its parameters from.
 struct Call {
   const BackwardArguments& arguments;
-  const Sizes& sizes;
+  const BackwardSizes& sizes;
   const WorkspacePlan plan;
   const DeviceInfo& device;
   const MainKernel& kernel;
   const Tuning tuning;
 
+  const Section& section(BackwardSection which) const {
+    return plan.sections[static_cast<size_t>(which)];
+  }
   template <class T>
-  T* at(Section section) const {
-    return reinterpret_cast<T*>(arguments.workspace + plan.offset(section));
+  T* at(BackwardSection which) const {
+    return reinterpret_cast<T*>(arguments.workspace + section(which).offset);
   }
   int32_t num_blocks() const { return static_cast<int32_t>(sizes.workspace_rows / kBlockKeys); }
 };
@@ -59,23 +62,24 @@ DeltaParams delta_params(const Call& call, bool stats, bool clear) {
     params.out = call.arguments.out;
     params.grad_out = call.arguments.grad_out;
     params.lse = call.arguments.lse;
-    params.neg_lse_log2 = call.at<float>(Section::kNegLse);
-    params.delta = call.at<float>(Section::kDelta);
+    params.neg_lse_log2 = call.at<float>(BackwardSection::kNegLse);
+    params.delta = call.at<float>(BackwardSection::kDelta);
     params.num_tokens = call.sizes.num_tokens;
     params.num_heads = call.sizes.num_heads;
   }
   if (clear) {
-    const Section pools[3] = {Section::kDqPool, Section::kDkPool, Section::kDvPool};
+    const BackwardSection pools[3] = {BackwardSection::kDqPool, BackwardSection::kDkPool,
+                                      BackwardSection::kDvPool};
     for (int i = 0; i < 3; ++i) {
       params.clear[i] = {call.at<uint8_t>(pools[i]),
-                         static_cast<int64_t>(call.plan.size(pools[i]))};
+                         static_cast<int64_t>(call.section(pools[i]).bytes)};
     }
   }
   return params;
 }
 
 TaskBuildParams task_build_params(const Call& call) {
-  const Sizes& sizes = call.sizes;
+  const BackwardSizes& sizes = call.sizes;
   TaskBuildParams params{};
   params.schedule = call.arguments.schedule;
   params.schedule.num_kv_heads = sizes.num_kv_heads;
@@ -86,15 +90,15 @@ TaskBuildParams task_build_params(const Call& call) {
   params.schedule.num_blocks = call.num_blocks();
   params.schedule.work_capacity = static_cast<int32_t>(sizes.work_capacity);
   params.schedule.edge_capacity = sizes.edge_capacity;
-  const Section buffers[2] = {Section::kSortBuffer0, Section::kSortBuffer1};
+  const BackwardSection buffers[2] = {BackwardSection::kSortBuffer0, BackwardSection::kSortBuffer1};
   for (int i = 0; i < 2; ++i) {
     params.keys[i] = call.at<uint64_t>(buffers[i]);
     params.values[i] = reinterpret_cast<uint32_t*>(params.keys[i] + sizes.task_capacity());
   }
-  params.histogram = call.at<uint32_t>(Section::kSortHistogram);
-  params.headers = call.at<TaskHeader>(Section::kTaskHeaders);
-  params.tokens = call.at<int32_t>(Section::kTaskTokens);
-  params.descriptor = call.at<TaskDescriptor>(Section::kDescriptor);
+  params.histogram = call.at<uint32_t>(BackwardSection::kSortHistogram);
+  params.headers = call.at<TaskHeader>(BackwardSection::kTaskHeaders);
+  params.tokens = call.at<int32_t>(BackwardSection::kTaskTokens);
+  params.descriptor = call.at<TaskDescriptor>(BackwardSection::kDescriptor);
   params.flags = call.arguments.flags;
   params.task_capacity = sizes.task_capacity();
   params.window_log2 = call.tuning.window_log2;
@@ -104,20 +108,20 @@ TaskBuildParams task_build_params(const Call& call) {
 }
 
 MainParams main_params(const Call& call) {
-  const Sizes& sizes = call.sizes;
+  const BackwardSizes& sizes = call.sizes;
   MainParams params{};
   params.q = call.arguments.q;
   params.grad_out = call.arguments.grad_out;
   params.k = call.arguments.k;
   params.v = call.arguments.v;
-  params.neg_lse_log2 = call.at<float>(Section::kNegLse);
-  params.delta = call.at<float>(Section::kDelta);
-  params.descriptor = call.at<TaskDescriptor>(Section::kDescriptor);
-  params.task_headers = call.at<TaskHeader>(Section::kTaskHeaders);
-  params.task_tokens = call.at<int32_t>(Section::kTaskTokens);
-  params.dq_pool = call.at<void>(Section::kDqPool);
-  params.dk_pool = call.at<float>(Section::kDkPool);
-  params.dv_pool = call.at<float>(Section::kDvPool);
+  params.neg_lse_log2 = call.at<float>(BackwardSection::kNegLse);
+  params.delta = call.at<float>(BackwardSection::kDelta);
+  params.descriptor = call.at<TaskDescriptor>(BackwardSection::kDescriptor);
+  params.task_headers = call.at<TaskHeader>(BackwardSection::kTaskHeaders);
+  params.task_tokens = call.at<int32_t>(BackwardSection::kTaskTokens);
+  params.dq_pool = call.at<void>(BackwardSection::kDqPool);
+  params.dk_pool = call.at<float>(BackwardSection::kDkPool);
+  params.dv_pool = call.at<float>(BackwardSection::kDvPool);
   params.scale_log2 = call.arguments.softmax_scale * kLog2E;
   params.num_tokens = static_cast<int32_t>(sizes.num_tokens);
   params.num_heads = sizes.num_heads;
@@ -130,9 +134,9 @@ MainParams main_params(const Call& call) {
 }
 
 PostprocessParams postprocess_params(const Call& call) {
-  return {call.at<void>(Section::kDqPool),
-          call.at<float>(Section::kDkPool),
-          call.at<float>(Section::kDvPool),
+  return {call.at<void>(BackwardSection::kDqPool),
+          call.at<float>(BackwardSection::kDkPool),
+          call.at<float>(BackwardSection::kDvPool),
           call.arguments.dq,
           call.arguments.dk,
           call.arguments.dv,
@@ -148,13 +152,31 @@ PostprocessParams postprocess_params(const Call& call) {
 
 }  // namespace
 
-WorkspacePlan plan_backward(const Sizes& sizes, DqAccum dq_accum, size_t guard_bytes) {
+WorkspacePlan plan_backward(const BackwardSizes& sizes, DqAccum dq_accum, size_t guard_bytes) {
   check_sizes(sizes);
-  return plan_workspace(sizes, dq_accum, guard_bytes);
+  const size_t tasks = sizes.task_capacity();
+  const size_t rows = sizes.num_tokens * sizes.num_heads;
+  const size_t kv_bytes = sizes.workspace_rows * sizes.num_kv_heads * kHeadDim * sizeof(float);
+  const size_t dq_element = dq_accum == DqAccum::kFp32 ? 4 : 2;
+  return lay_out(
+      {
+          {"descriptor", sizeof(TaskDescriptor)},
+          {"neg_lse", rows * sizeof(float)},
+          {"delta", rows * sizeof(float)},
+          {"sort_buffer_0", tasks * task_build::kBytesPerTask},
+          {"sort_buffer_1", tasks * task_build::kBytesPerTask},
+          {"sort_histogram", task_build::kHistogramBytes},
+          {"task_headers", tasks * sizeof(TaskHeader)},
+          {"task_tokens", tasks * slots_per_task(sizes.group()) * sizeof(int32_t)},
+          {"dq_pool", rows * kHeadDim * dq_element},
+          {"dk_pool", kv_bytes},
+          {"dv_pool", kv_bytes},
+      },
+      guard_bytes);
 }
 
 void backward(const BackwardArguments& arguments, uint32_t stages) {
-  const Sizes& sizes = arguments.sizes;
+  const BackwardSizes& sizes = arguments.sizes;
   const cudaStream_t stream = arguments.stream;
   const DeviceInfo& device = device_info(arguments.device);
   const MainKernel& kernel = find_main_kernel(arguments.backend);

@@ -36,9 +36,4 @@ __device__ __forceinline__ uint4 pack_bf16x8(const float (&x)[8]) {
                     pack_bf16x2(x[6], x[7]));
 }
 
-__device__ __forceinline__ TaskHeader load_header(const TaskHeader* header) {
-  const int4 x = __ldg(reinterpret_cast<const int4*>(header));
-  return {x.x, x.y, x.z, x.w};
-}
-
 }  // namespace msa

@@ -53,10 +53,9 @@ void check_tensor_map(const TensorMapSpec& spec) {
           spec.box[0] * kElementBytes);
 }
 
-CUtensorMap make_tensor_map(const TensorMapSpec& spec) {
+void make_tensor_map(const TensorMapSpec& spec, CUtensorMap& map) {
   check_tensor_map(spec);
   constexpr cuuint32_t kElementStrides[5] = {1, 1, 1, 1, 1};
-  CUtensorMap map;
   const CUresult result = encode_function()(
       &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, spec.rank, const_cast<void*>(spec.data),
       spec.sizes.data(), spec.stride_bytes.data(), spec.box.data(), kElementStrides,
@@ -65,7 +64,6 @@ CUtensorMap make_tensor_map(const TensorMapSpec& spec) {
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error(concat("cuTensorMapEncodeTiled: CUresult ", static_cast<int>(result)));
   }
-  return map;
 }
 
 TensorMapSpec slot_map(const StridedOperand& operand, int64_t num_tokens, int num_heads,

@@ -21,8 +21,9 @@ struct TensorMapSpec {
 
 // Throws std::invalid_argument naming the field that TMA cannot take.
 void check_tensor_map(const TensorMapSpec& spec);
-// Throws as above, and std::runtime_error where the driver refuses.
-CUtensorMap make_tensor_map(const TensorMapSpec& spec);
+// Written in place: not every compiler aligns a returned map to its 128 bytes. Throws as above, and
+// std::runtime_error where the driver refuses.
+void make_tensor_map(const TensorMapSpec& spec, CUtensorMap& map);
 
 // Q or dO of query slots: {64 d, 8 heads, 2 halves of d, Hq/8, T}; a box is one token's group of
 // heads and lands as [group/8][half][8 heads][64 d], 8-row swizzle atoms in K-major and MN-major

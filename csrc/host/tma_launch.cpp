@@ -22,14 +22,13 @@ void allow_shared_memory(TmaKernel kernel, int bytes, const DeviceInfo& device) 
 
 void launch_tma_kernel(TmaKernel kernel, int num_threads, int shared_bytes, const MainParams& main,
                        const Tuning& tuning, const DeviceInfo& device, cudaStream_t stream) {
-  // Made in place: GCC 12 does not align a temporary CUtensorMap to its 64 bytes.
-  TmaKernelParams params{
-      make_tensor_map(slot_map(main.q, main.num_tokens, main.num_heads, main.group)),
-      make_tensor_map(slot_map(main.grad_out, main.num_tokens, main.num_heads, main.group)),
-      make_tensor_map(block_map(main.k, main.workspace_rows, main.num_kv_heads)),
-      make_tensor_map(block_map(main.v, main.workspace_rows, main.num_kv_heads)),
-      main,
-  };
+  TmaKernelParams params{};
+  params.main = main;
+  make_tensor_map(slot_map(main.q, main.num_tokens, main.num_heads, main.group), params.q);
+  make_tensor_map(slot_map(main.grad_out, main.num_tokens, main.num_heads, main.group),
+                  params.grad_out);
+  make_tensor_map(block_map(main.k, main.workspace_rows, main.num_kv_heads), params.k);
+  make_tensor_map(block_map(main.v, main.workspace_rows, main.num_kv_heads), params.v);
   allow_shared_memory(kernel, shared_bytes, device);
   const dim3 grid(max_grid(main.task_capacity, device.num_sms, tuning.walk));
   void* arguments[] = {&params};

@@ -36,8 +36,8 @@ extern "C" int tma_probe(const void* q, int64_t num_tokens, int num_heads, int g
   try {
     const msa::StridedOperand operand{static_cast<const __nv_bfloat16*>(q), row_stride,
                                       msa::kHeadDim};
-    const CUtensorMap map =
-        msa::make_tensor_map(msa::slot_map(operand, num_tokens, num_heads, group));
+    CUtensorMap map;
+    msa::make_tensor_map(msa::slot_map(operand, num_tokens, num_heads, group), map);
     probe_kernel<<<1, 32>>>(map, token, index_head * group / 8, group * msa::kHeadDim * 2,
                             static_cast<uint4*>(image));
     msa::check_cuda(cudaDeviceSynchronize(), "tma probe");

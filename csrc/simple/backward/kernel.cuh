@@ -5,7 +5,7 @@
 // gradients. K, V and the block's dK, dV of one task lie in shared memory.
 #pragma once
 
-#include "device/vector.cuh"
+#include "device/task.cuh"
 
 namespace msa::simple {
 

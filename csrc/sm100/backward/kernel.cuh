@@ -42,6 +42,7 @@
 #pragma once
 
 #include "device/ptx_sm100.cuh"
+#include "device/task.cuh"
 #include "device/vector.cuh"
 #include "sm100/backward/config.cuh"
 
@@ -74,10 +75,7 @@ struct TaskWalk {
   __device__ bool done() const { return task == end; }
   __device__ bool is_last() const { return task + 1 == end; }
   // The next task has another block or head, or there is none.
-  __device__ bool segment_end() const {
-    return is_last() || next_header.workspace_block != header.workspace_block ||
-           next_header.index_head != header.index_head;
-  }
+  __device__ bool segment_end() const { return is_last() || !same_segment(next_header, header); }
   __device__ void advance() {
     segment_begin = segment_end();
     header = next_header;
@@ -126,22 +124,18 @@ __device__ void load(const TmaKernelParams& params, SharedStorage& shared, TaskW
       mbarrier_wait(&shared.bar_kv_empty, kv_phase ^ 1);
       kv_phase ^= 1;
       mbarrier_arrive_expect_tx(&shared.bar_kv_full, 2 * kTileBytes);
-      const int key = walk.header.workspace_block * kBlockKeys;
-      tma_load_4d(shared.k, &params.k, &shared.bar_kv_full, 0, key, 0, head);
-      tma_load_4d(shared.v, &params.v, &shared.bar_kv_full, 0, key, 0, head);
+      load_block(shared.k, &params.k, &shared.bar_kv_full, walk.header);
+      load_block(shared.v, &params.v, &shared.bar_kv_full, walk.header);
     }
     const uint32_t stage = walk.stage();
     uint64_t* full = &shared.bar_rows_full[stage];
     mbarrier_wait(&shared.bar_rows_empty[stage], walk.stage_phase() ^ 1);
     mbarrier_arrive_expect_tx(full, S::kStageBytes);
-    const int group8 = head * (kGroup / 8);
 #pragma unroll
     for (int slot = 0; slot < S::kPerTask; ++slot) {
-      // Token -1 is outside the tensor: its box arrives as zeros.
-      tma_load_5d(shared.q[stage] + slot * S::kBytes, &params.q, full, 0, 0, 0, group8,
-                  tokens[slot]);
-      tma_load_5d(shared.grad_out[stage] + slot * S::kBytes, &params.grad_out, full, 0, 0, 0,
-                  group8, tokens[slot]);
+      load_slot<kGroup>(shared.q[stage] + slot * S::kBytes, &params.q, full, head, tokens[slot]);
+      load_slot<kGroup>(shared.grad_out[stage] + slot * S::kBytes, &params.grad_out, full, head,
+                        tokens[slot]);
     }
   }
 }
@@ -165,15 +159,14 @@ __device__ void load_stats(const MainParams& main, SharedStorage& shared, TaskWa
       neg_lse_log2 = __ldg(reinterpret_cast<const float4*>(main.neg_lse_log2 + at));
       delta = __ldg(reinterpret_cast<const float4*>(main.delta + at));
     }
-    const int block_offset = walk.header.position_offset - walk.header.workspace_block * kBlockKeys;
+    const int offset = key_offset(walk.header);
     RowStats& stats = shared.stats[walk.stage()];
     mbarrier_wait(&shared.bar_rows_empty[walk.stage()], walk.stage_phase() ^ 1);
     *reinterpret_cast<float4*>(stats.neg_lse_log2 + row) = neg_lse_log2;
     *reinterpret_cast<float4*>(stats.neg_delta + row) =
         make_float4(-delta.x, -delta.y, -delta.z, -delta.w);
-    if (row % kGroup == 0) stats.last_key[row / kGroup] = token + block_offset;
-    // Tokens ascend within a task: the first one sees the fewest keys.
-    if (lane == 0) stats.diagonal = token + block_offset < kBlockKeys - 1;
+    if (row % kGroup == 0) stats.last_key[row / kGroup] = token + offset;
+    if (lane == 0) stats.diagonal = is_diagonal(token, offset);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(&shared.bar_rows_full[walk.stage()]);
   }

@@ -28,6 +28,7 @@
 #include "config.cuh"
 #include "device/ptx.cuh"
 #include "device/ptx_sm90.cuh"
+#include "device/task.cuh"
 #include "device/vector.cuh"
 
 namespace msa::sm90 {
@@ -57,22 +58,19 @@ __device__ void produce(const TmaKernelParams& params, SharedStorage<kDqAccum>& 
     const int token_of_lane = lane < S::kPerTask ? __ldg(tokens + lane) : -1;
     const bool walk_end = task + 1 == tasks.end;
     const TaskHeader next = walk_end ? header : header_of(task + 1);
-    const bool segment_end = walk_end || next.workspace_block != header.workspace_block ||
-                             next.index_head != header.index_head;
+    const bool segment_end = walk_end || !same_segment(next, header);
 
     if (segment_begin) {
       mbarrier_wait(&shared.bar_kv_empty, kv_phase ^ 1);
       kv_phase ^= 1;
       if (lane == 0) {
         mbarrier_arrive_expect_tx(&shared.bar_kv_full, 2 * kKvBytes);
-        const int key = header.workspace_block * kBlockKeys;
-        tma_load_4d(shared.k, &params.k, &shared.bar_kv_full, 0, key, 0, header.index_head);
-        tma_load_4d(shared.v, &params.v, &shared.bar_kv_full, 0, key, 0, header.index_head);
+        load_block(shared.k, &params.k, &shared.bar_kv_full, header);
+        load_block(shared.v, &params.v, &shared.bar_kv_full, header);
       }
     }
-    // Tokens ascend within a task: the first one sees the fewest keys.
-    const int block_offset = header.position_offset - header.workspace_block * kBlockKeys;
-    const bool diagonal = __shfl_sync(~0u, token_of_lane, 0) + block_offset < kBlockKeys - 1;
+    const int offset = key_offset(header);
+    const bool diagonal = is_diagonal(__shfl_sync(~0u, token_of_lane, 0), offset);
     for (int step = 0; step < num_steps; ++step) {
       const int slot = lane % S::kPerStep;
       const int token = __shfl_sync(~0u, token_of_lane, step * S::kPerStep + slot);
@@ -81,7 +79,7 @@ __device__ void produce(const TmaKernelParams& params, SharedStorage<kDqAccum>& 
       StepInfo& info = shared.step[stage.index];
       if (lane < S::kPerStep) {
         info.token[slot] = token;
-        info.last_key[slot] = token + block_offset;
+        info.last_key[slot] = token + offset;
       }
       if (lane == 0) {
         const bool last_step = step + 1 == num_steps;
@@ -94,12 +92,10 @@ __device__ void produce(const TmaKernelParams& params, SharedStorage<kDqAccum>& 
       if (lane == 0) mbarrier_arrive_expect_tx(full, S::kStageBytes);
       __syncwarp();
       if (lane < S::kPerStep) {
-        const int group8 = header.index_head * (kGroup / 8);
-        // Token -1 is outside the tensor: its box arrives as zeros.
-        tma_load_5d(shared.q[stage.index] + slot * S::kBytes, &params.q, full, 0, 0, 0, group8,
-                    token);
-        tma_load_5d(shared.grad_out[stage.index] + slot * S::kBytes, &params.grad_out, full, 0, 0,
-                    0, group8, token);
+        load_slot<kGroup>(shared.q[stage.index] + slot * S::kBytes, &params.q, full,
+                          header.index_head, token);
+        load_slot<kGroup>(shared.grad_out[stage.index] + slot * S::kBytes, &params.grad_out, full,
+                          header.index_head, token);
         const int64_t row = int64_t{token} * main.num_heads + header.index_head * kGroup;
         bulk_load(shared.neg_lse_log2[stage.index] + slot * kGroup,
                   token < 0 ? zero_row_stats : main.neg_lse_log2 + row, S::kStatsBytes, full);

@@ -25,11 +25,11 @@
 // stores dS(n).
 #pragma once
 
-#include "config.cuh"
 #include "device/ptx.cuh"
 #include "device/ptx_sm90.cuh"
 #include "device/task.cuh"
 #include "device/vector.cuh"
+#include "sm90/backward/config.cuh"
 
 namespace msa::sm90 {
 

@@ -74,6 +74,41 @@ def test_unpacking_cutlass_again_needs_no_network():
     assert list((ROOT / "third_party/cutlass").glob("LICENSE*"))
 
 
+def test_unpacking_googletest_again_needs_no_network():
+    if not (ROOT / "third_party/googletest/UNPACKED").exists():
+        pytest.skip("not unpacked: GoogleTest is installed, or the C++ tests are left out")
+    done = subprocess.run(
+        [sys.executable, ROOT / "third_party/unpack_googletest.py"], capture_output=True, text=True, env={"PATH": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    assert (Path(done.stdout.strip()) / "googletest/include/gtest/gtest.h").exists()
+    assert (ROOT / "third_party/googletest/LICENSE").exists()
+
+
+@pytest.mark.parametrize(
+    "apt_get, message",
+    [
+        (None, "MSA_BUILD_TESTS=0"),
+        ("echo no such package >&2; exit 100", "no such package"),
+        ('case "$*" in *download*) echo other > googletest.deb;; esac', "expected sha256 927be720"),
+        # The machine's own lists are empty, ours are fetched.
+        (
+            'case "$*" in *Lists*download*) echo other > googletest.deb;; *Lists*update*) ;; *) exit 100;; esac',
+            "sha256",
+        ),
+    ],
+    ids=["no_apt", "no_package", "other_package", "own_lists"],
+)
+def test_googletest_that_cannot_be_fetched_is_a_clear_error(tmp_path, apt_get, message):
+    script = shutil.copy(ROOT / "third_party/unpack_googletest.py", tmp_path)
+    if apt_get is not None:
+        (tmp_path / "apt-get").write_text(f"#!/bin/sh\n{apt_get}\n")
+        (tmp_path / "apt-get").chmod(0o755)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env={"PATH": str(tmp_path)})
+    assert done.returncode != 0 and message in done.stderr
+    assert not (tmp_path / "googletest").exists()
+
+
 def test_no_nvcc_is_a_clear_error(tmp_path):
     """PATH with a Python only, no CUDA_HOME."""
     environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "CUDA_HOME": ""}

@@ -104,9 +104,9 @@ def test_a_driver_that_serves(extension, tmp_path, driver):
 
 
 def test_a_runtime_that_lacks_a_function_is_an_error_at_load(extension, tmp_path):
-    names = [name for name in _runtime_functions(extension.__file__) if name != "cudaLaunchKernelExC"]
+    names = [name for name in _runtime_functions(extension.__file__) if name != "__cudaLaunchKernel"]
     text = _explain_beside(_stub(tmp_path, names, "libcudart.so.13", works=True))
-    assert "CUDA backends unavailable" in text and "undefined symbol: cudaLaunchKernelExC" in text
+    assert "CUDA backends unavailable" in text and "undefined symbol: __cudaLaunchKernel" in text
 
 
 def _source_tree(folder: Path, extension) -> Path:

@@ -3,19 +3,17 @@
 import os
 import runpy
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import setuptools
+from simulator import fatbin
 
 from msa_ext import _runtime
 
 ROOT = Path(__file__).parents[1]
-FATBIN_MAGIC = struct.pack("<IHH", 0xBA55ED50, 1, 16)
-PTX, SASS = 1, 2
 
 
 @pytest.fixture(scope="module")
@@ -26,26 +24,13 @@ def extension():
         pytest.skip(f"pure-Python install: {error}")
 
 
-def _fatbin_entries(content: bytes) -> set[tuple[int, int]]:
-    """(kind, architecture number) of every entry of every fat binary in the file."""
-    entries, at = set(), -8
-    while (at := content.find(FATBIN_MAGIC, at + 8)) >= 0:
-        if at % 8:  # the same bytes in some instruction
-            at -= 7
-            continue
-        (size,) = struct.unpack_from("<Q", content, at + 8)
-        entry, end = at + 16, at + 16 + size
-        while entry < end:
-            kind, _, header, payload = struct.unpack_from("<HHIQ", content, entry)
-            entries.add((kind, struct.unpack_from("<I", content, entry + 28)[0]))
-            entry += header + payload
-    return entries
-
-
 def test_every_architecture_has_sass_and_ptx(extension):
-    entries = _fatbin_entries(Path(extension.__file__).read_bytes())
+    binaries = fatbin.in_file(Path(extension.__file__))
+    entries = {(kind, arch) for binary in binaries for kind, arch, _ in fatbin.entries(binary)}
     numbers = {int(arch.rstrip("af")) for arch in extension.built_archs()}
-    assert numbers and entries == {(kind, number) for kind in (PTX, SASS) for number in numbers}
+    assert numbers and entries == {
+        (kind, number) for kind in (fatbin.PTX_ENTRY, fatbin.CUBIN_ENTRY) for number in numbers
+    }
 
 
 def test_cudart_comes_from_the_wheel(extension):

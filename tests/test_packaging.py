@@ -94,6 +94,36 @@ def test_googletest_that_cannot_be_fetched_is_a_clear_error(tmp_path, apt_get, m
     assert not (tmp_path / "googletest").exists()
 
 
+def _setup(*arguments) -> None:
+    command = [sys.executable, "setup.py", "--quiet", *arguments]
+    environment = {**os.environ, "MSA_BUILD_CUDA": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_source_distribution_carries_every_source_and_test(tmp_path):
+    _setup("egg_info", "--egg-base", tmp_path)
+    shipped = set((tmp_path / "msa_ext.egg-info/SOURCES.txt").read_text().splitlines())
+    folders = [ROOT / name for name in ("benchmarks", "csrc", "msa_ext", "tests", "third_party/licenses")]
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    wanted = {str(file.relative_to(ROOT)) for file in files if file.suffix not in (".pyc", ".so")}
+    wanted |= {"CMakeLists.txt", "CONTRIBUTING.md", "Makefile", "third_party/unpack_googletest.py"}
+    assert not wanted - shipped
+    assert not [name for name in shipped if name.startswith(("third_party/cutlass", "third_party/googletest"))]
+
+
+def test_an_install_has_its_command_and_the_notices_of_what_is_compiled_in(tmp_path):
+    _setup("egg_info", "--egg-base", tmp_path, "dist_info", "--output-dir", tmp_path)
+    (folder,) = tmp_path.glob("*.dist-info")
+    assert "msa_ext = msa_ext.__main__:main" in (folder / "entry_points.txt").read_text()
+    notices = {file.name: file.read_text() for file in (folder / "licenses").rglob("*") if file.is_file()}
+    assert notices.keys() == {"LICENSE", "CUTLASS.txt", "pybind11.txt"}
+    unpacked = ROOT / "third_party/cutlass/LICENSE.txt"
+    if unpacked.exists():
+        assert notices["CUTLASS.txt"] == unpacked.read_text()
+    assert "Wenzel Jakob" in notices["pybind11.txt"]
+
+
 def test_no_nvcc_is_a_clear_error(tmp_path):
     """PATH with a Python only, no CUDA_HOME."""
     environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "CUDA_HOME": ""}

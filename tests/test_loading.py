@@ -137,6 +137,24 @@ except RuntimeError as error:
     assert f"built architectures: {', '.join(extension.built_archs())}" in done.stdout
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", ["torch", "extension"])
+@pytest.mark.parametrize("other", [False, True], ids=["alone", "beside_cuda_12"])
+def test_a_source_tree_runs_on_the_gpu(extension, tmp_path, first, other):
+    """Whichever of torch and the extension calls CUDA first, and with the runtime of CUDA 12 in the process."""
+    _source_tree(tmp_path, extension)
+    steps = ["import torch; torch.zeros(1, device='cuda')", "print(_runtime.extension().device_info(0))"]
+    if other:
+        library = _stub(tmp_path, _runtime_functions(extension.__file__), "libcudart.so.12", runtime=12080)
+        steps.insert(0, f"load({str(library)!r})")
+    if first == "extension":
+        steps.reverse()
+    demo = "from msa_ext.__main__ import main\nassert main(['demo', '--device', 'cuda', '--tokens', '256']) == 0"
+    done = _run("\n".join([*steps, demo]), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "PASS" in done.stdout
+
+
 def test_no_runtime_at_all_names_the_wheel(extension, tmp_path):
     module = _source_tree(tmp_path, extension)
     module.write_bytes(module.read_bytes().replace(b"libcudart.so.13", b"libcudart.so.00"))

@@ -16,7 +16,7 @@ endif
 HAS_TORCH := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo yes)
 TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-CPP_SOURCES = $(shell git ls-files '*.h' '*.cuh' '*.cu' '*.cpp')
+CPP_SOURCES = $(sort $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp'))
 # `make test` builds the C++ tests, and fails without them unless MSA_BUILD_TESTS=0 says to leave them out.
 MSA_BUILD_TESTS ?= $(if $(filter 0,$(MSA_BUILD_CUDA)),0,$(if $(filter test,$(MAKECMDGOALS)),1,0))
 export MSA_BUILD_TESTS

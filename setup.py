@@ -1,6 +1,7 @@
 """Builds msa_ext._C through CMake. MSA_BUILD_CUDA=0 makes a pure-Python install; MSA_ARCHS picks architectures."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -28,13 +29,14 @@ def find_nvcc() -> str:
     )
 
 
-def unpack_cutlass() -> Path:
-    sys.path.insert(0, str(ROOT / "third_party"))
-    try:
-        from unpack_cutlass import unpack
-    finally:
-        sys.path.pop(0)
-    return unpack()
+def unpack(script: str) -> Path:
+    """The folder that a script of third_party unpacks."""
+    return runpy.run_path(str(ROOT / "third_party" / f"{script}.py"))["unpack"]()
+
+
+def googletest() -> Path | str:
+    """Our pinned GoogleTest; "" for the installed one, which serves where it is there."""
+    return "" if os.path.exists("/usr/include/gtest/gtest.h") else unpack("unpack_googletest")
 
 
 def is_stale(cache: Path, nvcc: str) -> bool:
@@ -61,6 +63,7 @@ class CMakeBuild(build_ext):
         # A module in the source tree has no wheel beside it: it looks in this interpreter's site-packages.
         rpath = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "lib"
         nvcc = find_nvcc()
+        with_tests = os.environ.get("MSA_BUILD_TESTS") == "1"
         configure = [
             "cmake",
             *(["--fresh"] if is_stale(build / "CMakeCache.txt", nvcc) else []),
@@ -74,9 +77,10 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DMSA_ARCHS={os.environ.get('MSA_ARCHS', '90a,100a')}",
-            f"-DMSA_CUTLASS_INCLUDE={unpack_cutlass()}",
+            f"-DMSA_CUTLASS_INCLUDE={unpack('unpack_cutlass')}",
             f"-DMSA_CUDART_RPATH={rpath if self.into_source_tree else ''}",
-            f"-DMSA_BUILD_TESTS={'ON' if os.environ.get('MSA_BUILD_TESTS') == '1' else 'OFF'}",
+            f"-DMSA_BUILD_TESTS={'ON' if with_tests else 'OFF'}",
+            f"-DMSA_GOOGLETEST={googletest() if with_tests else ''}",
         ]  # fmt: skip
         subprocess.run(configure, check=True)
         subprocess.run(["cmake", "--build", str(build)], check=True)

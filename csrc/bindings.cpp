@@ -8,6 +8,7 @@
 
 #include "host/device.h"
 #include "host/fatbin.h"
+#include "host/runtime.h"
 #include "pipeline/backward.h"
 #include "pipeline/main_kernels.h"
 
@@ -124,6 +125,7 @@ void run_backward(const std::string& backend, int device, uintptr_t stream, cons
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+  check_runtime();
   module.doc() =
       "CUDA kernels and host pipeline of msa_ext; see msa_ext.backward for the public API.";
   module.def("built_archs", &built_archs,

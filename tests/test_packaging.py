@@ -3,19 +3,17 @@
 import os
 import runpy
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import setuptools
+from simulator import fatbin
 
 from msa_ext import _runtime
 
 ROOT = Path(__file__).parents[1]
-FATBIN_MAGIC = struct.pack("<IHH", 0xBA55ED50, 1, 16)
-PTX, SASS = 1, 2
 
 
 @pytest.fixture(scope="module")
@@ -26,26 +24,13 @@ def extension():
         pytest.skip(f"pure-Python install: {error}")
 
 
-def _fatbin_entries(content: bytes) -> set[tuple[int, int]]:
-    """(kind, architecture number) of every entry of every fat binary in the file."""
-    entries, at = set(), -8
-    while (at := content.find(FATBIN_MAGIC, at + 8)) >= 0:
-        if at % 8:  # the same bytes in some instruction
-            at -= 7
-            continue
-        (size,) = struct.unpack_from("<Q", content, at + 8)
-        entry, end = at + 16, at + 16 + size
-        while entry < end:
-            kind, _, header, payload = struct.unpack_from("<HHIQ", content, entry)
-            entries.add((kind, struct.unpack_from("<I", content, entry + 28)[0]))
-            entry += header + payload
-    return entries
-
-
 def test_every_architecture_has_sass_and_ptx(extension):
-    entries = _fatbin_entries(Path(extension.__file__).read_bytes())
+    binaries = fatbin.in_file(Path(extension.__file__))
+    entries = {(kind, arch) for binary in binaries for kind, arch, _ in fatbin.entries(binary)}
     numbers = {int(arch.rstrip("af")) for arch in extension.built_archs()}
-    assert numbers and entries == {(kind, number) for kind in (PTX, SASS) for number in numbers}
+    assert numbers and entries == {
+        (kind, number) for kind in (fatbin.PTX_ENTRY, fatbin.CUBIN_ENTRY) for number in numbers
+    }
 
 
 def test_cudart_comes_from_the_wheel(extension):
@@ -72,6 +57,71 @@ def test_unpacking_cutlass_again_needs_no_network():
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / "cute" / "layout.hpp").exists()
     assert list((ROOT / "third_party/cutlass").glob("LICENSE*"))
+
+
+def test_unpacking_googletest_again_needs_no_network():
+    if not (ROOT / "third_party/googletest/UNPACKED").exists():
+        pytest.skip("not unpacked: GoogleTest is installed, or the C++ tests are left out")
+    done = subprocess.run(
+        [sys.executable, ROOT / "third_party/unpack_googletest.py"], capture_output=True, text=True, env={"PATH": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    assert (Path(done.stdout.strip()) / "googletest/include/gtest/gtest.h").exists()
+    assert (ROOT / "third_party/googletest/LICENSE").exists()
+
+
+@pytest.mark.parametrize(
+    "apt_get, message",
+    [
+        (None, "MSA_BUILD_TESTS=0"),
+        ("echo no such package >&2; exit 100", "no such package"),
+        ('case "$*" in *download*) echo other > googletest.deb;; esac', "expected sha256 927be720"),
+        # The machine's own lists are empty, ours are fetched.
+        (
+            'case "$*" in *Lists*download*) echo other > googletest.deb;; *Lists*update*) ;; *) exit 100;; esac',
+            "sha256",
+        ),
+    ],
+    ids=["no_apt", "no_package", "other_package", "own_lists"],
+)
+def test_googletest_that_cannot_be_fetched_is_a_clear_error(tmp_path, apt_get, message):
+    script = shutil.copy(ROOT / "third_party/unpack_googletest.py", tmp_path)
+    if apt_get is not None:
+        (tmp_path / "apt-get").write_text(f"#!/bin/sh\n{apt_get}\n")
+        (tmp_path / "apt-get").chmod(0o755)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env={"PATH": str(tmp_path)})
+    assert done.returncode != 0 and message in done.stderr
+    assert not (tmp_path / "googletest").exists()
+
+
+def _setup(*arguments) -> None:
+    command = [sys.executable, "setup.py", "--quiet", *arguments]
+    environment = {**os.environ, "MSA_BUILD_CUDA": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_source_distribution_carries_every_source_and_test(tmp_path):
+    _setup("egg_info", "--egg-base", tmp_path)
+    shipped = set((tmp_path / "msa_ext.egg-info/SOURCES.txt").read_text().splitlines())
+    folders = [ROOT / name for name in ("benchmarks", "csrc", "msa_ext", "tests", "third_party/licenses")]
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    wanted = {str(file.relative_to(ROOT)) for file in files if file.suffix not in (".pyc", ".so")}
+    wanted |= {"CMakeLists.txt", "CONTRIBUTING.md", "Makefile", "third_party/unpack_googletest.py"}
+    assert not wanted - shipped
+    assert not [name for name in shipped if name.startswith(("third_party/cutlass", "third_party/googletest"))]
+
+
+def test_an_install_has_its_command_and_the_notices_of_what_is_compiled_in(tmp_path):
+    _setup("egg_info", "--egg-base", tmp_path, "dist_info", "--output-dir", tmp_path)
+    (folder,) = tmp_path.glob("*.dist-info")
+    assert "msa_ext = msa_ext.__main__:main" in (folder / "entry_points.txt").read_text()
+    notices = {file.name: file.read_text() for file in (folder / "licenses").rglob("*") if file.is_file()}
+    assert notices.keys() == {"LICENSE", "CUTLASS.txt", "pybind11.txt"}
+    unpacked = ROOT / "third_party/cutlass/LICENSE.txt"
+    if unpacked.exists():
+        assert notices["CUTLASS.txt"] == unpacked.read_text()
+    assert "Wenzel Jakob" in notices["pybind11.txt"]
 
 
 def test_no_nvcc_is_a_clear_error(tmp_path):

@@ -13,7 +13,7 @@ _HEADER = struct.Struct("<IHHQ")
 # kind, version, header bytes, payload bytes, compressed bytes, options offset, PTX version, architecture, name offset,
 # name bytes, flags, (compression scheme), uncompressed bytes
 _ENTRY = struct.Struct("<HHIQIIIIIIQQQ")
-_PTX_ENTRY, _CUBIN_ENTRY = 1, 2
+PTX_ENTRY, CUBIN_ENTRY = 1, 2
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
@@ -22,7 +22,7 @@ _ELF_SYMBOL = struct.Struct("<IBBHQQ")  # name, ...
 _REGISTER_COUNT = 0x2F  # EIATTR_REGCOUNT
 
 
-def _entries(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+def entries(data: bytes) -> Iterator[tuple[int, int, bytes]]:
     """(kind, architecture, decompressed payload) of every entry of the fat binary that `data` starts with.
 
     Raises:
@@ -50,14 +50,14 @@ def ptx_entries(data: bytes) -> list[tuple[int, str]]:
     Raises:
         ValueError: not a fat binary, or compressed otherwise than by zstd.
     """
-    entries = []
-    for kind, arch, body in _entries(data):
-        if kind != _PTX_ENTRY:
+    texts = []
+    for kind, arch, body in entries(data):
+        if kind != PTX_ENTRY:
             continue
         if not body.lstrip(b"\n\r\t ").startswith((b".version", b"//")):
             raise ValueError("fat binary: PTX is compressed by an unknown method; build with --no-compress")
-        entries.append((arch, body.rstrip(b"\0").decode()))
-    return entries
+        texts.append((arch, body.rstrip(b"\0").decode()))
+    return texts
 
 
 def register_counts(data: bytes) -> dict[tuple[int, str], int]:
@@ -67,8 +67,8 @@ def register_counts(data: bytes) -> dict[tuple[int, str], int]:
         ValueError: a cubin that is not ELF, such as one compressed otherwise than by zstd.
     """
     counts = {}
-    for kind, arch, body in _entries(data):
-        if kind == _CUBIN_ENTRY:
+    for kind, arch, body in entries(data):
+        if kind == CUBIN_ENTRY:
             counts.update({(arch, name): count for name, count in _cubin_registers(body).items()})
     return counts
 

@@ -207,6 +207,11 @@ cudaError_t cudaFuncSetAttribute(const void* f, enum cudaFuncAttribute attribute
   }
   return cudaSuccess;
 }
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) { return cudaRuntimeGetVersion(version); }
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = num_devices;
   return num_devices ? cudaSuccess : cudaErrorNoDevice;

@@ -10,6 +10,7 @@
 #include "host/fatbin.h"
 #include "host/runtime.h"
 #include "pipeline/backward.h"
+#include "pipeline/forward.h"
 #include "pipeline/main_kernels.h"
 
 namespace py = pybind11;
@@ -122,6 +123,38 @@ void run_backward(const std::string& backend, int device, uintptr_t stream, cons
   backward(a, stages);
 }
 
+void run_forward(const std::string& kernel, int device, uintptr_t stream,
+                 const std::array<int, 5>& sizes, const std::array<OperandTuple, 3>& operands,
+                 uintptr_t topk, const std::array<uintptr_t, 4>& layout,
+                 const std::array<int, 2>& layout_sizes, const std::array<uintptr_t, 2>& results,
+                 float softmax_scale) {
+  ForwardArguments a{};
+  a.kernel = kernel;
+  a.device = device;
+  a.stream = pointer<CUstream_st>(stream);
+  a.softmax_scale = softmax_scale;
+  ForwardParams& p = a.params;
+  p.q = to_operand(operands[0]);
+  p.k = to_operand(operands[1]);
+  p.v = to_operand(operands[2]);
+  p.topk = pointer<const int32_t>(topk);
+  p.out = pointer<__nv_bfloat16>(results[0]);
+  p.lse = pointer<float>(results[1]);
+  p.layout.cu_seqlens = pointer<const int32_t>(layout[0]);
+  p.layout.cu_seqlens_k = pointer<const int32_t>(layout[1]);
+  p.layout.query_offsets = pointer<const int32_t>(layout[2]);
+  p.layout.entry_documents = pointer<const int32_t>(layout[3]);
+  p.layout.num_entries = layout_sizes[0];
+  p.layout.num_documents = layout_sizes[1];
+  p.layout.num_tokens = sizes[0];
+  p.layout.num_keys = sizes[1];
+  p.num_heads = sizes[2];
+  p.num_kv_heads = sizes[3];
+  p.top_k = sizes[4];
+  const py::gil_scoped_release release;
+  forward(a);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -159,6 +192,19 @@ PYBIND11_MODULE(_C, module) {
              py::arg("softmax_scale"), py::arg("dq_accum"), py::arg("flags"),
              py::arg("guard_bytes") = 0, py::arg("stages") = kAllStages,
              "Enqueues the backward on `stream` of the current device.");
+  module.def(
+      "forward_kernels",
+      [] {
+        std::vector<std::string> names;
+        for (const ForwardKernel& kernel : forward_kernels()) names.push_back(kernel.name);
+        return names;
+      },
+      "The forward kernels that are built.");
+  module.def("forward", &run_forward, py::arg("kernel"), py::arg("device"), py::arg("stream"),
+             py::arg("sizes"), py::arg("operands"), py::arg("topk"), py::arg("layout"),
+             py::arg("layout_sizes"), py::arg("results"), py::arg("softmax_scale"),
+             "Enqueues the forward on `stream` of the current device; sizes (T, Tk, Hq, Hkv, K), "
+             "layout_sizes (entries, documents).");
 }
 
 }  // namespace msa

@@ -97,6 +97,33 @@ struct DeltaParams {
   ByteRange clear[3];  // the pools
 };
 
+// Which rows of compact operands belong together; see msa_ext.attention.
+struct LayoutParams {
+  const int32_t* cu_seqlens;       // [num_entries + 1]
+  const int32_t* cu_seqlens_k;     // [num_documents + 1]
+  const int32_t* query_offsets;    // [num_entries], or null for key length - query length
+  const int32_t* entry_documents;  // [num_entries], or null for 0, 1, 2, ...
+  int32_t num_entries;
+  int32_t num_documents;
+  int32_t num_tokens;  // T
+  int32_t num_keys;    // Tk
+};
+
+struct ForwardParams {
+  StridedOperand q;     // [T, Hq, 128]
+  StridedOperand k;     // [Tk, Hkv, 128]
+  StridedOperand v;     // [Tk, Hkv, 128]
+  const int32_t* topk;  // [Hkv, T, top_k], document-local block ids, -1 = empty
+  __nv_bfloat16* out;   // [T, Hq, 128]
+  float* lse;           // [T, Hq], natural log
+  LayoutParams layout;
+  float scale_log2;  // softmax_scale * log2(e)
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t group;  // 16 or 8
+  int32_t top_k;  // K, 1 .. 64
+};
+
 // How the private accumulation pools are laid out; see device/pool_layout.h.
 enum class PoolLayout : int32_t {
   kRowMajor,  // dq [T, Hq, 128], dk/dv [W, Hkv, 128]

@@ -1,10 +1,11 @@
-"""Training backward of MiniMax Sparse Attention (MSA) for PyTorch.
+"""MiniMax Sparse Attention (MSA) for PyTorch, trainable.
 
-The entry point is `msa_ext.backward.run_backward`; see README.md.
+The entry points are `msa_ext.attention` and, below it, `msa_ext.backward.run_backward`; see README.md.
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
+from .attention import attention
 from .backward import run_backward
 from .schedule import MSABackwardSchedule, align_kv, build_schedule, unalign_kv
 
@@ -13,4 +14,12 @@ try:
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["MSABackwardSchedule", "__version__", "align_kv", "build_schedule", "run_backward", "unalign_kv"]
+__all__ = [
+    "MSABackwardSchedule",
+    "__version__",
+    "align_kv",
+    "attention",
+    "build_schedule",
+    "run_backward",
+    "unalign_kv",
+]

@@ -45,7 +45,7 @@ def test_arrows_point_up(source):
             assert included.suffix == ".h"
 
 
-@pytest.mark.parametrize("leaf", sorted(MAIN - {"simple/backward"}))
+@pytest.mark.parametrize("leaf", sorted(room for room in MAIN if not room.startswith("simple")))
 def test_leaf_shape(leaf):
     assert {path.name for path in (CSRC / leaf).iterdir()} == {
         "config.cuh",

@@ -12,6 +12,14 @@ def tensor(name: str, value: object, dtype: torch.dtype | None = None) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if dtype is not None and value.dtype != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, got {value.dtype}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor (torch.strided), got {value.layout}")
+
+
+def contents(name: str, value: Tensor) -> None:
+    """Raises NotImplementedError unless the tensor's values can be read."""
+    if value.device.type == "meta":
+        raise NotImplementedError(f"{name}: expected a CPU or CUDA device, got meta")
 
 
 def shape(name: str, value: Tensor, expected: tuple[int | str, ...]) -> None:

@@ -6,17 +6,19 @@ Words: a *document* owns keys; an *entry* is a document, or a fragment of one, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from . import _validate
+from . import _runtime, _validate
 
 BLOCK_KEYS = 128
 MAX_ITEM_QUERIES = 4096
 DEFAULT_GROUP = 16
+_ITEM_MULTIPLE = 16  # of max_item_queries: items start at whole tasks of every group that kernels have
 
 
 def ceil_to_block(n):
@@ -24,7 +26,7 @@ def ceil_to_block(n):
     return (n + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity: tensors have no truth value
 class MSABackwardSchedule:
     """Which queries attend to which key block, as int32 tensors on one device.
 
@@ -120,7 +122,8 @@ class MSABackwardSchedule:
         Args:
             num_tokens: T of the compact tensors, if known.
             workspace_rows: W of the aligned workspace, if known.
-            group: query heads a KV head; items start at multiples of 128/group, at least 8.
+            group: query heads a KV head; items start at multiples of 128/group, at least 8 and at most 16, as no
+                kernel has smaller groups than 8.
 
         Raises:
             ValueError: naming the first offending entry of each kind of error.
@@ -130,6 +133,79 @@ class MSABackwardSchedule:
             raise ValueError("schedule: " + "; ".join(problems))
 
 
+def _first(bad: Tensor, describe: Callable[..., str]) -> list[str]:
+    """The description of the first offence, if there is one."""
+    index = bad.nonzero()
+    return [describe(*index[0].tolist())] if index.numel() else []
+
+
+def _entry_problems(
+    cu: Tensor, starts: Tensor, offsets: Tensor, num_tokens: int | None, workspace_rows: int | None
+) -> list[str]:
+    """What is wrong with the entries, int64 on the CPU: the first offence of each kind."""
+    lengths = cu.diff()
+    found = [] if cu[0] == 0 else [f"cu_seqlens[0]: expected 0, got {cu[0]}"]
+    found += _first(
+        lengths < 0,
+        lambda b: f"cu_seqlens[{b + 1}]: expected at least cu_seqlens[{b}] = {cu[b]}, got {cu[b + 1]}",
+    )
+    if num_tokens is not None and cu[-1] > num_tokens:
+        found.append(f"cu_seqlens[-1]: expected at most T = {num_tokens}, got {cu[-1]}")
+    found += _first(
+        (starts < 0) | (starts % BLOCK_KEYS != 0),
+        lambda b: f"document_workspace_starts[{b}]: expected a multiple of 128 at or above 0, got {starts[b]}",
+    )
+    found += _first(offsets < 0, lambda b: f"query_offsets[{b}]: expected a value at or above 0, got {offsets[b]}")
+    # Entries with one start are fragments of one document, as long as its last query is far.
+    ends = starts + ceil_to_block(torch.where(lengths > 0, offsets + lengths, 0))
+    order = torch.argsort(starts, stable=True)
+    sorted_starts = starts[order]
+    running_end = torch.cummax(ends[order], 0).values
+    overlap = (sorted_starts[1:] != sorted_starts[:-1]) & (sorted_starts[1:] < running_end[:-1])
+    overlap &= lengths[order][1:] > 0
+    found += _first(
+        overlap,
+        lambda i: (
+            f"document_workspace_starts[{order[i + 1]}]: expected a start at or above {running_end[i]}, where "
+            f"the document before it ends, got {sorted_starts[i + 1]}"
+        ),
+    )
+    if workspace_rows is not None:
+        found += _first(
+            ends > workspace_rows,
+            lambda b: (
+                f"document_workspace_starts[{b}]: expected the document to end within W = "
+                f"{workspace_rows}, got an end at {ends[b]}"
+            ),
+        )
+    return found
+
+
+def _check_entries(cu_seqlens: Tensor, starts: Tensor | None, offsets: Tensor | None, num_tokens: int) -> None:
+    """Raises for the entries that `build_schedule` is given; reads them on the host."""
+    cu = cu_seqlens.cpu().long()
+    used = cu.diff() > 0
+    if starts is None:  # tight: only cu_seqlens can be wrong
+        padded = ceil_to_block(cu.diff().clamp_min(0))
+        given = torch.cumsum(padded, 0) - padded
+    else:
+        given = starts.cpu().long()
+    problems = _entry_problems(
+        cu, given, torch.zeros_like(given) if offsets is None else offsets.cpu().long(), num_tokens, None
+    )
+    if not problems and offsets is None:
+        values, counts = given[used].unique(return_counts=True)
+        problems = _first(
+            counts > 1,
+            lambda i: (
+                "document_workspace_starts: expected distinct starts where query_offsets is None (fragments of one "
+                f"document share one and need their offsets), got {values[i]} {counts[i]} times"
+            ),
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 class _ContentCheck:
     """Collects the first offence of each kind of a schedule on the CPU."""
 
@@ -137,7 +213,7 @@ class _ContentCheck:
         self.s = schedule
         self.num_tokens = num_tokens
         self.workspace_rows = workspace_rows
-        self.alignment = max(8, 128 // group)
+        self.alignment = min(max(8, 128 // group), _ITEM_MULTIPLE)
         self.cu = schedule.cu_seqlens.long()
         self.lengths = self.cu.diff()
         self.starts = schedule.document_workspace_starts.long()
@@ -146,54 +222,14 @@ class _ContentCheck:
         self.found: list[str] = []
 
     def problems(self) -> list[str]:
-        self._check_entries()
+        self.found += _entry_problems(self.cu, self.starts, self.offsets, self.num_tokens, self.workspace_rows)
         self._check_row_ptr()
         if not self.found:  # items are located through both
             self._check_items()
         return self.found
 
-    def _first(self, bad: Tensor, describe) -> None:
-        index = bad.nonzero()
-        if index.numel():
-            self.found.append(describe(*index[0].tolist()))
-
-    def _check_entries(self) -> None:
-        cu, starts, offsets = self.cu, self.starts, self.offsets
-        if cu[0] != 0:
-            self.found.append(f"cu_seqlens[0]: expected 0, got {cu[0]}")
-        self._first(
-            self.lengths < 0,
-            lambda b: f"cu_seqlens[{b + 1}]: expected at least cu_seqlens[{b}] = {cu[b]}, got {cu[b + 1]}",
-        )
-        if self.num_tokens is not None and cu[-1] > self.num_tokens:
-            self.found.append(f"cu_seqlens[-1]: expected at most T = {self.num_tokens}, got {cu[-1]}")
-        self._first(
-            (starts < 0) | (starts % BLOCK_KEYS != 0),
-            lambda b: f"document_workspace_starts[{b}]: expected a multiple of 128 at or above 0, got {starts[b]}",
-        )
-        self._first(offsets < 0, lambda b: f"query_offsets[{b}]: expected a value at or above 0, got {offsets[b]}")
-        # Entries with one start are fragments of one document, as long as its last query is far.
-        ends = starts + ceil_to_block(torch.where(self.lengths > 0, offsets + self.lengths, 0))
-        order = torch.argsort(starts, stable=True)
-        sorted_starts = starts[order]
-        running_end = torch.cummax(ends[order], 0).values
-        overlap = (sorted_starts[1:] != sorted_starts[:-1]) & (sorted_starts[1:] < running_end[:-1])
-        overlap &= self.lengths[order][1:] > 0
-        self._first(
-            overlap,
-            lambda i: (
-                f"document_workspace_starts[{order[i + 1]}]: expected a start at or above {running_end[i]}, where "
-                f"the document before it ends, got {sorted_starts[i + 1]}"
-            ),
-        )
-        if self.workspace_rows is not None:
-            self._first(
-                ends > self.workspace_rows,
-                lambda b: (
-                    f"document_workspace_starts[{b}]: expected the document to end within W = "
-                    f"{self.workspace_rows}, got an end at {ends[b]}"
-                ),
-            )
+    def _first(self, bad: Tensor, describe: Callable[..., str]) -> None:
+        self.found += _first(bad, describe)
 
     def _check_row_ptr(self) -> None:
         row_ptr = self.s.row_ptr.long()
@@ -285,8 +321,8 @@ class _ContentCheck:
 
     def _check_queries(self, items: Tensor, row_begin: Tensor) -> None:
         head, _, begin, size, entry, block = items.unbind(1)
-        item = torch.repeat_interleave(torch.arange(items.shape[0]), size)
-        within = torch.arange(item.shape[0]) - (torch.cumsum(size, 0) - size)[item]
+        item = torch.repeat_interleave(torch.arange(items.shape[0], device=items.device), size)
+        within = torch.arange(item.shape[0], device=items.device) - (torch.cumsum(size, 0) - size)[item]
         offset = row_begin[item] + begin[item] + within
         query = self.s.q_indices[head[item], offset].long()
 
@@ -312,7 +348,7 @@ _ITEM_COLUMNS = ["index_head", "row", "q_begin", "q_count", "entry", "document_l
 
 def _lexicographic_order(*keys: Tensor) -> Tensor:
     """Indices that sort by the first key, then the second, and so on."""
-    order = torch.arange(keys[0].shape[0])
+    order = torch.arange(keys[0].shape[0], device=keys[0].device)
     for key in reversed(keys):
         order = order[torch.argsort(key[order], stable=True)]
     return order
@@ -331,15 +367,16 @@ def build_schedule(
 ) -> MSABackwardSchedule:
     """Builds the schedule from each token's selected blocks, with torch operations on `topk`'s device.
 
-    With `num_rows`, `edge_capacity` and `work_capacity` given it does not synchronise with the host; edges that do
-    not fit are then dropped, and `work_count` may exceed `work_capacity`.
+    On CUDA with `num_rows`, `edge_capacity` and `work_capacity` given it does not synchronise with the host and
+    checks no contents: edges that do not fit are dropped, and `work_count` may exceed `work_capacity`. Otherwise bad
+    contents of the entries and sizes that are too small raise.
 
     Args:
         topk: int32 `[Hkv, T, K]`, document-local block ids in any slot order; -1 = empty. Ids outside the document
             or wholly in the token's future are ignored, duplicates inside a token count once.
         cu_seqlens: int32 `[entries + 1]`, query offsets of the entries.
         document_workspace_starts: int32 `[entries]`, multiples of 128; default: documents packed tightly, which
-            needs entries that are whole documents.
+            needs entries that are whole documents. Fragments of one document share a start; they need query_offsets.
         query_offsets: int32 `[entries]`, position of an entry's first query in its document; default 0.
         num_rows: CSR rows a head; default: the blocks of all entries.
         edge_capacity: edges a head; default T * K.
@@ -350,6 +387,7 @@ def build_schedule(
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     _validate.tensor("topk", topk, dtype=torch.int32)
+    _validate.contents("topk", topk)
     _validate.shape("topk", topk, ("Hkv", "T", "K"))
     if topk.shape[0] < 1:
         raise ValueError(f"topk: expected shape [Hkv >= 1, T, K], got {list(topk.shape)}")
@@ -368,8 +406,8 @@ def build_schedule(
         raise ValueError("cu_seqlens: expected shape [entries + 1 >= 1], got [0]")
     if query_offsets is not None and document_workspace_starts is None:
         raise ValueError("document_workspace_starts: expected a tensor where query_offsets are given, got None")
-    _validate.integer("max_item_queries", max_item_queries, 16, MAX_ITEM_QUERIES)
-    if max_item_queries % 16:
+    _validate.integer("max_item_queries", max_item_queries, _ITEM_MULTIPLE, MAX_ITEM_QUERIES)
+    if max_item_queries % _ITEM_MULTIPLE:
         raise ValueError(f"max_item_queries: expected a multiple of 16, got {max_item_queries}")
     for name, size, low in (
         ("num_rows", num_rows, 0),
@@ -380,6 +418,9 @@ def build_schedule(
             _validate.integer(name, size, low, 2**31 - 1)
 
     heads, num_tokens, num_slots = topk.shape
+    checked = not _runtime.is_cuda(device) or None in (num_rows, edge_capacity, work_capacity)
+    if checked:
+        _check_entries(cu_seqlens, document_workspace_starts, query_offsets, num_tokens)
     cu = cu_seqlens.long()
     num_entries = cu.shape[0] - 1
     lengths = cu.diff()
@@ -393,15 +434,21 @@ def build_schedule(
     row_end = torch.cumsum(row_count, 0)
     if num_rows is None:
         num_rows = int(row_end[-1]) if num_entries else 0
+    elif checked and num_entries and num_rows < int(row_end[-1]):
+        raise ValueError(f"num_rows: expected at least the entries' {int(row_end[-1])} blocks, got {num_rows}")
     if edge_capacity is None:
         edge_capacity = num_tokens * num_slots
 
-    row_ptr, q_indices = _build_csr(topk, cu, offsets, row_end - row_count, num_rows, edge_capacity)
+    row_ptr, q_indices, num_edges = _build_csr(topk, cu, offsets, row_end - row_count, num_rows, edge_capacity)
+    if checked and int(num_edges) > edge_capacity:
+        raise ValueError(f"edge_capacity: expected at least {int(num_edges)} for a head's edges, got {edge_capacity}")
     items_of_row = (row_ptr.diff(dim=1) + max_item_queries - 1) // max_item_queries
     item_end = torch.cumsum(items_of_row.flatten(), 0)
     work_count = items_of_row.sum().reshape(1)
     if work_capacity is None:
         work_capacity = max(1, int(work_count))
+    elif checked and int(work_count) > work_capacity:
+        raise ValueError(f"work_capacity: expected at least {int(work_count)} for the items, got {work_capacity}")
     scheduler_metadata = torch.zeros(work_capacity, 6, dtype=torch.int64, device=device)
     if num_rows and num_entries:
         item = torch.arange(work_capacity, device=device)
@@ -425,14 +472,14 @@ def build_schedule(
 
 def _build_csr(
     topk: Tensor, cu: Tensor, offsets: Tensor, first_row: Tensor, num_rows: int, edge_capacity: int
-) -> tuple[Tensor, Tensor]:
-    """`row_ptr` int64 `[Hkv, num_rows + 1]` and `q_indices` int32 `[Hkv, edge_capacity]`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`row_ptr` int64 `[Hkv, num_rows + 1]`, `q_indices` int32 `[Hkv, edge_capacity]`, and the most edges of a head."""
     heads, num_tokens, num_slots = topk.shape
     device = topk.device
     q_indices = torch.zeros(heads, edge_capacity, dtype=torch.int32, device=device)
     row_ptr = torch.zeros(heads, num_rows + 1, dtype=torch.int64, device=device)
     if topk.numel() == 0 or first_row.shape[0] == 0 or num_rows == 0:
-        return row_ptr, q_indices
+        return row_ptr, q_indices, row_ptr.new_zeros(())
 
     token = torch.arange(num_tokens, device=device)
     entry = torch.searchsorted(cu[1:].contiguous(), token, right=True)
@@ -451,11 +498,12 @@ def _build_csr(
     row, token = key // num_tokens, key % num_tokens
     counts = torch.zeros(heads, num_rows + 1, dtype=torch.int64, device=device)
     counts.scatter_add_(1, row, torch.ones_like(row))
-    row_ptr[:, 1:] = torch.cumsum(counts[:, :num_rows], 1).clamp_max(edge_capacity)
+    ends = torch.cumsum(counts[:, :num_rows], 1)
+    row_ptr[:, 1:] = ends.clamp_max(edge_capacity)
     kept = min(edge_capacity, key.shape[1])
     local = token - cu[torch.searchsorted(cu[1:].contiguous(), token, right=True).clamp_max(cu.shape[0] - 2)]
     q_indices[:, :kept] = local[:, :kept].to(torch.int32)
-    return row_ptr, q_indices
+    return row_ptr, q_indices, ends[:, -1].max()
 
 
 def align_kv(x: Tensor, cu_seqlens_k: Tensor, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -473,6 +521,7 @@ def align_kv(x: Tensor, cu_seqlens_k: Tensor, starts: Tensor | None = None) -> t
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     _validate.tensor("x", x)
+    _validate.contents("x", x)
     _validate.shape("x", x, ("Tk", "Hkv", "D"))
     lengths = _document_lengths(x, cu_seqlens_k)
     padded = ceil_to_block(lengths)
@@ -495,6 +544,7 @@ def unalign_kv(x_aligned: Tensor, cu_seqlens_k: Tensor, starts: Tensor) -> Tenso
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     _validate.tensor("x_aligned", x_aligned)
+    _validate.contents("x_aligned", x_aligned)
     _validate.shape("x_aligned", x_aligned, ("W", "Hkv", "D"))
     lengths = _document_lengths(None, cu_seqlens_k)
     rows = _workspace_rows(cu_seqlens_k, starts, lengths)
@@ -505,6 +555,7 @@ def unalign_kv(x_aligned: Tensor, cu_seqlens_k: Tensor, starts: Tensor) -> Tenso
 
 def _document_lengths(x: Tensor | None, cu_seqlens_k: Tensor) -> Tensor:
     _validate.tensor("cu_seqlens_k", cu_seqlens_k, dtype=torch.int32)
+    _validate.contents("cu_seqlens_k", cu_seqlens_k)
     _validate.shape("cu_seqlens_k", cu_seqlens_k, ("documents + 1",))
     values = cu_seqlens_k.tolist()
     if not values or values[0] != 0 or any(a > b for a, b in zip(values, values[1:])):

@@ -45,6 +45,9 @@ def test_nothing_to_align():
     "arguments, error, message",
     [
         (([1.0], int32([0, 1])), TypeError, r"x: expected a torch.Tensor, got list"),
+        ((torch.zeros(2, 1, 1, device="meta"), int32([0, 2])), NotImplementedError, r"x: expected a CPU or CUDA device, got meta"),
+        ((torch.zeros(2, 1, 1), int32([0, 2]).to("meta")), NotImplementedError, r"cu_seqlens_k: expected a CPU or CUDA device, got meta"),
+        ((torch.zeros(2, 1, 1).to_sparse(), int32([0, 2])), ValueError, r"x: expected a dense tensor \(torch.strided\), got torch.sparse_coo"),
         ((torch.zeros(2, 3), int32([0, 2])), ValueError, r"x: expected shape \[Tk, Hkv, D\], got \[2, 3\]"),
         ((torch.zeros(2, 1, 1), torch.tensor([0, 2])), TypeError, r"cu_seqlens_k: expected dtype torch.int32"),
         ((torch.zeros(2, 1, 1), int32([0, 3])), ValueError, r"cu_seqlens_k\[-1\]: expected at most Tk = 2, got 3"),

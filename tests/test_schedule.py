@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cases
+from msa_ext import _runtime
+from msa_ext.backward import run_backward
 from msa_ext.schedule import MSABackwardSchedule, build_schedule
 
 
@@ -88,7 +90,8 @@ class _NoHostSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_host_synchronisation_with_sizes_given():
+def test_no_host_synchronisation_with_sizes_given(monkeypatch):
+    monkeypatch.setattr(_runtime, "is_cuda", lambda device: True)
     topk = torch.randint(-1, 3, (2, 300, 4), dtype=torch.int32)
     sizes = {"num_rows": 5, "edge_capacity": 1200, "work_capacity": 32}
     with _NoHostSync():
@@ -97,7 +100,8 @@ def test_no_host_synchronisation_with_sizes_given():
     assert sorted(_edges(schedule)) == sorted(_edges(build_schedule(topk, int32([0, 130, 300]))))
 
 
-def test_capacities_that_are_too_small_clamp():
+def test_capacities_that_are_too_small_clamp_on_cuda(monkeypatch):
+    monkeypatch.setattr(_runtime, "is_cuda", lambda device: True)
     topk = torch.zeros(1, 100, 1, dtype=torch.int32)
     schedule = build_schedule(topk, int32([0, 100]), num_rows=1, edge_capacity=40, work_capacity=1, max_item_queries=16)
     assert schedule.edge_capacity == 40 and int(schedule.row_ptr[0, 1]) == 40
@@ -228,9 +232,39 @@ def test_validate_reports_one_offence_of_each_kind():
         ({"num_rows": -1}, ValueError, r"num_rows: expected a value in"),
         ({"edge_capacity": -1}, ValueError, r"edge_capacity: expected a value in"),
         ({"work_capacity": 0}, ValueError, r"work_capacity: expected a value in"),
+        ({"cu_seqlens": int32([0, 5])}, ValueError, r"cu_seqlens\[-1\]: expected at most T = 4, got 5"),
+        ({"cu_seqlens": int32([1, 4])}, ValueError, r"cu_seqlens\[0\]: expected 0, got 1"),
+        ({"cu_seqlens": int32([0, 3, 2])}, ValueError, r"cu_seqlens\[2\]: expected at least cu_seqlens\[1\] = 3, got 2"),
+        ({"document_workspace_starts": int32([64])}, ValueError, r"document_workspace_starts\[0\]: expected a multiple of 128"),
+        ({"cu_seqlens": int32([0, 2, 4]), "document_workspace_starts": int32([128, 128])}, ValueError, r"document_workspace_starts: expected distinct starts where query_offsets is None .*, got 128 2 times"),
+        ({"num_rows": 0, "edge_capacity": 4, "work_capacity": 1}, ValueError, r"num_rows: expected at least the entries' 1 blocks, got 0"),
+        ({"num_rows": 1, "edge_capacity": 3, "work_capacity": 1}, ValueError, r"edge_capacity: expected at least 4 .*, got 3"),
+        ({"num_rows": 2, "edge_capacity": 20, "work_capacity": 1, "max_item_queries": 16, "topk": torch.zeros(1, 20, 1, dtype=torch.int32), "cu_seqlens": int32([0, 20])}, ValueError, r"work_capacity: expected at least 2 for the items, got 1"),
+        ({"topk": torch.zeros(1, 4, 1, dtype=torch.int32, device="meta")}, NotImplementedError, r"topk: expected a CPU or CUDA device, got meta"),
+        ({"topk": torch.zeros(1, 4, 1, dtype=torch.int32).to_sparse()}, ValueError, r"topk: expected a dense tensor \(torch.strided\), got torch.sparse_coo"),
+        ({"cu_seqlens": int32([0, 4]).to_sparse()}, ValueError, r"cu_seqlens: expected a dense tensor"),
     ],
 )  # fmt: skip
 def test_build_rejects(changes, error, message):
     arguments = {"topk": torch.zeros(1, 4, 1, dtype=torch.int32), "cu_seqlens": int32([0, 4])}
     with pytest.raises(error, match=message):
         build_schedule(**{**arguments, **changes})
+
+
+def test_fragments_share_a_start_and_empty_entries_take_none():
+    topk = torch.zeros(1, 4, 1, dtype=torch.int32)
+    starts = int32([0, 0, 0])
+    build_schedule(topk, int32([0, 2, 2, 4]), document_workspace_starts=starts, query_offsets=int32([0, 2, 2]))
+    build_schedule(topk, int32([0, 4, 4, 4]), document_workspace_starts=starts)
+
+
+def test_schedules_compare_by_identity():
+    first, second = _schedule(), _schedule()
+    assert first == first and first != second and len({first, second}) == 2
+
+
+@pytest.mark.parametrize("group", (1, 2, 4, 8, 16))
+def test_run_backward_takes_every_item_length(group):
+    data = cases.make(dataclasses.replace(cases.CASES["length_129"], group=group, max_item_queries=48))
+    assert int(data.schedule.work_count) > 3
+    run_backward(*data.arguments())

@@ -104,3 +104,26 @@ def test_task_table_matches_the_oracle(request, device, name):
     expected_headers, expected_tokens = build_tasks(cases.make(case, seed=3).schedule, case.group, window_log2=9)
     assert headers == [list(h) for h in expected_headers]
     assert tokens == expected_tokens
+
+
+@pytest.mark.parametrize("device", ["h200", "b200"])
+@pytest.mark.parametrize(
+    "documents, fragments, options",
+    [
+        (
+            (1, 1, 3, 0, 130),
+            [(0, 0, 1), (1, 0, 1), (2, 0, 3), (4, 127, 130)],
+            {"heads": 1, "group": 16, "top_k": 4, "extra": 3},
+        ),
+        ((1,) * 20, None, {"heads": 1, "group": 8, "top_k": 1}),
+        ((300, 140), [(0, 290, 300), (0, 127, 130), (1, 139, 140)], {"heads": 1, "group": 16, "top_k": 17}),
+        ((129,), [(0, 128, 129)], {"heads": 4, "group": 8, "top_k": 64}),
+    ],
+)
+def test_simple_forward(request, device, documents, fragments, options):
+    worker = request.getfixturevalue(device)
+    kernels, out_error, lse_error = worker.call(
+        pipeline.attention_forward, device, documents, fragments, options, "random", 1
+    )
+    assert all("forward_kernel" in k for k in kernels)
+    assert out_error < 4e-3 and lse_error < 5e-4

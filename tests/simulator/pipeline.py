@@ -66,6 +66,45 @@ def gradients(
     return kernels
 
 
+def attention_forward(
+    device: str, documents, fragments, options: dict, mode: str, seed: int
+) -> tuple[list, float, float]:
+    """Runs the simple forward twice on drawn documents (`test_attention.Inputs`), NaN in all rows past the end.
+
+    Returns:
+        Names of the kernels run, relative L2 error of out and largest absolute error of lse against float64.
+
+    Raises:
+        AssertionError: the runs differ, or are not 0 and -inf where nothing is visible.
+        RuntimeError: a check of the simulator fired.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    from test_attention import Inputs
+
+    from msa_ext import _cuda_forward, reference_attention
+    from simulator import Simulator
+
+    inputs = Inputs(documents, fragments, dtype=torch.bfloat16, **options)
+    inputs.q[int(inputs.cu_seqlens[-1]) :] = torch.nan
+    for x in (inputs.k, inputs.v):
+        x[sum(documents) :] = torch.nan
+    arguments = inputs.q, inputs.k, inputs.v, inputs.topk, inputs.layout, 128**-0.5
+    with Simulator(device, num_sms=4, mode=mode, seed=seed) as simulator:
+        out, lse = _cuda_forward.launch(*arguments, "simple")
+        again = _cuda_forward.launch(*arguments, "simple")
+        torch.testing.assert_close(again, (out, lse), rtol=0, atol=0)
+        assert not simulator.reports, [str(r) for r in simulator.reports]
+        kernels = [name for name, _, _ in simulator.launches]
+    wide = (x.double() for x in arguments[:3])
+    expected_out, expected_lse = reference_attention.forward(*wide, *arguments[3:])
+    dead = expected_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, dead) and not out[dead].any()
+    error = (out.double() - expected_out).norm() / expected_out.norm().clamp(min=1e-30)
+    return kernels, float(error), float((lse - expected_lse)[~dead].abs().max()) if (~dead).any() else 0.0
+
+
 def failure(mode: str, *, consumer_registers: int = 240, grid_wait: bool = True) -> str | None:
     """How the Hopper backward of a token fails with other registers or without griddepcontrol.wait; None: not at all."""
     import torch

@@ -146,6 +146,16 @@ PROGRAMS = {
             ("ARRIVE: bar", "ARRIVE: @!%p1 bar", "deadlock", ALL),  # half a warp does not arrive
         ],
     ),
+    "operands of a barrier (9.7.13.1)": (
+        """and.b32 %r5, %r2, 0; mad.lo.u32 %r6, %r5, 1, 1; mad.lo.u32 %r7, %r5, 32, 64;
+        bar.sync %r6, %r7; @%p4 bar.arrive %r6, %r7; @!%p4 bar.sync %r6, %r7;""",
+        [0] * 64,
+        [
+            ("%r5, 1, 1;", "%r5, 1, 1; @%p1 mov.u32 %r6, 2;", "the number of a barrier .* differs between", ALL),
+            ("32, 64;", "32, 64; @%p1 mov.u32 %r7, 32;", "the thread count of a barrier .* differs between", ALL),
+            ("bar.arrive", "and.b32 %r6, %r2, 1; @%p4 bar.arrive", "the number of a barrier .* differs between", ALL),
+        ],
+    ),
     "votes of one barrier used again": (
         """setp.ge.u32 %p5, %r2, 0; setp.lt.u32 %p6, %r2, 0;
         bar.red.popc.u32 %r0, 1, 64, %p5; bar.red.popc.u32 %r5, 1, 64, %p6; add.u32 %r0, %r0, %r5;""",

@@ -13,7 +13,7 @@ from .cta import LANES, Wait
 from .formats import F32, U16, U32, U64
 from .layouts import LayoutError
 from .memory import MemoryFault
-from .operands import address_reader, lanes_of, reader, shared_address
+from .operands import address_reader, lanes_of, reader, shared_address, uniform
 from .ptx import Instruction, PtxError, TensorAddress, Vector
 from .synchronisation import mbarrier_at
 
@@ -427,10 +427,10 @@ def _build_wgmma(program, x: Instruction):
     def mma(w, R, m):
         if m is not None:
             w.report("illegal", "wgmma in a diverged warp")
-        accumulate = bool(scale_d(w, R)[0])
+        accumulate = bool(uniform(w, scale_d(w, R), m, "scale-d of wgmma"))
         _check_fenced(w, R, (a_indices or []) + (d if accumulate else []), d, registers)
-        b_at = _uniform(w, b_descriptor(w, R))
-        a_at = None if a_registers else _uniform(w, a_descriptor(w, R))
+        b_at = uniform(w, b_descriptor(w, R), m, "descriptor B of wgmma")
+        a_at = None if a_registers else uniform(w, a_descriptor(w, R), m, "descriptor A of wgmma")
         w.cta.execute_together(w, "wgmma", (x.line, a_at, b_at, accumulate))
         try:
             b_offsets, b_granules = _operand(b_at, n, 16, transposed_b, None, w)
@@ -476,12 +476,6 @@ def _build_wgmma(program, x: Instruction):
         w.wgmma_open.append(op)
 
     return mma
-
-
-def _uniform(w, descriptor: np.ndarray) -> int:
-    if (descriptor != descriptor[0]).any():
-        w.report("illegal", "wgmma with a descriptor that differs between the lanes of a warp")
-    return int(descriptor[0])
 
 
 def _accumulator(w, R: list, indices: list[int]) -> np.ndarray:

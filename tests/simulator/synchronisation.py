@@ -8,7 +8,7 @@ from .clocks import join
 from .collectives import converged, gate_converge
 from .cta import FULL, LANES, BarrierPhase, Converge, Mbarrier, Wait
 from .formats import U32, U64
-from .operands import lanes_of, put, reader, shared_address
+from .operands import lanes_of, put, reader, shared_address, uniform
 from .ptx import Address, Instruction, Register, Sink
 
 # ---- barriers of warps and CTAs (9.7.13.1, 9.7.13.2) ---------------------------------------------
@@ -23,6 +23,13 @@ def _barrier_operands(program, x: Instruction):
     number = reader(program, ops[0], 4)
     count = reader(program, ops[1], 4) if len(ops) > 1 else None
     return number, count, predicate
+
+
+def _barrier_values(w, R, m, number, count) -> tuple[int, int | None]:
+    """Number and thread count: a warp executes a barrier as one (9.7.13.1)."""
+    return uniform(w, number(w, R), m, "the number of a barrier (9.7.13.1)"), (
+        uniform(w, count(w, R), m, "the thread count of a barrier (9.7.13.1)") if count else None
+    )
 
 
 def _barrier_arrive(w, x: Instruction, number: int, count: int | None, votes) -> tuple:
@@ -68,8 +75,8 @@ def gate_barrier(program, x: Instruction):
     def gate(w, R, m):
         if not converged(w, m):
             return Converge("the other lanes of its warp at a barrier")
-        lane = lanes_of(m)[0]
-        n, c = int(number(w, R)[lane]), int(count(w, R)[lane]) if count else None
+        w.line = x.line
+        n, c = _barrier_values(w, R, m, number, count)
         votes = predicate(w, R)[FULL if m is None else m] if predicate else None
         barrier, phase = _barrier_arrive(w, x, n, c, votes)
         w.barrier_phase = phase
@@ -103,8 +110,7 @@ def build_barrier_arrive(program, x: Instruction):
     number, count, _ = _barrier_operands(program, x)
 
     def arrive(w, R, m):
-        lane = lanes_of(m)[0]
-        _barrier_arrive(w, x, int(number(w, R)[lane]), int(count(w, R)[lane]), None)
+        _barrier_arrive(w, x, *_barrier_values(w, R, m, number, count), None)
 
     return arrive
 

@@ -20,9 +20,9 @@ from . import formats, layouts
 from .accesses import write_memory
 from .collectives import gate_converge
 from .cta import LANES, Wait
-from .formats import F32, U16, U32
+from .formats import F32, U16, U32, U64
 from .layouts import LayoutError
-from .operands import lanes_of, reader, shared_address
+from .operands import lanes_of, reader, shared_address, uniform
 from .ptx import Address, Immediate, Instruction, PtxError, Sink, Vector
 from .synchronisation import mbarrier_at
 
@@ -194,7 +194,8 @@ def _build_alloc(program, x: Instruction):
     count = reader(program, x.operands[1], 4)
 
     def alloc(w, R, m):
-        n = int(count(w, R)[0])
+        n = uniform(w, count(w, R), m, "the number of columns of tcgen05.alloc (9.7.16.7.1)")
+        target = uniform(w, where(w, R), m, "the address of tcgen05.alloc (9.7.16.7.1)")
         memory = tensor_memory(w.cta)
         if n < 32 or n > COLUMNS or n & (n - 1):
             w.report("illegal", f"tcgen05.alloc of {n} columns: expected a power of two in [32, 512]")
@@ -206,7 +207,7 @@ def _build_alloc(program, x: Instruction):
         memory.last_count = n
         base = memory.find(n)
         memory.owner[base : base + n] = base + 1
-        write_memory(w, "shared", where(w, R)[:1], [np.array([base], U32)], 4)
+        write_memory(w, "shared", np.array([target], U64), [np.array([base], U32)], 4)
 
     return alloc
 
@@ -215,7 +216,8 @@ def _build_dealloc(program, x: Instruction):
     address, count = reader(program, x.operands[0], 4), reader(program, x.operands[1], 4)
 
     def dealloc(w, R, m):
-        base, n = int(address(w, R)[0]) & 0xFFFF, int(count(w, R)[0])
+        base = uniform(w, address(w, R), m, "the address of tcgen05.dealloc (9.7.16.7.1)") & 0xFFFF
+        n = uniform(w, count(w, R), m, "the number of columns of tcgen05.dealloc (9.7.16.7.1)")
         memory = tensor_memory(w.cta)
         if base + n > COLUMNS or not (memory.owner[base : base + n] == base + 1).all():
             w.report("illegal", f"tcgen05.dealloc of columns {base} + {n}, which are not one allocation")
@@ -315,13 +317,16 @@ def _build_transfer(program, x: Instruction):
         raise PtxError(f"{len(items)} registers, {part.registers} for {shape}.x{number}")
     address, offset = reader(program, place_operand.base, 4), place_operand.offset
     sources = [reader(program, v, 4) for v in items] if kind == "st" else None
-    bit = program.load_bits.get(id(x), 0)
+    bit, section = program.load_bits.get(id(x), 0), "9.7.16.8.3" if kind == "ld" else "9.7.16.8.4"
     same_registers = 0  # bits of the loads into them
     for r in items if kind == "ld" else ():
         same_registers |= 0 if isinstance(r, Sink) else program.load_registers[r.index]
 
     def transfer(w, R, m):
-        place = _place(w, int(address(w, R)[0]) + offset, part, x.line)
+        if not w.alive.all():
+            w.report("illegal", f"tcgen05.{kind} in a warp with exited lanes ({section})", x.line)
+        at = uniform(w, address(w, R), m, f"the address of tcgen05.{kind} ({section})")
+        place = _place(w, at + offset, part, x.line)
         if place is None:
             return
         lane, column = place
@@ -370,26 +375,40 @@ def _waited(w, kind: str) -> None:
 # ---- MMA (9.7.16.10) -----------------------------------------------------------------------------
 
 
-def decode_instruction(descriptor: int) -> tuple[int, int, str, str, bool, bool, bool]:
+# What an MMA of kind::f16 that is neither sparse nor .ws leaves 0: (first bit, bits, field).
+_ZERO_FIELDS = (
+    (0, 2, "the sparsity selector"), (2, 1, "sparsity"), (3, 1, "saturation"), (6, 1, "reserved bit 6"),
+    (23, 1, "reserved bit 23"), (29, 1, "reserved bit 29"), (30, 2, "the maximum shift of .ws"),
+)  # fmt: skip
+
+
+def decode_instruction(descriptor: int, a_tensor: bool) -> tuple[int, int, str, str, bool, bool, bool]:
     """(M, N, A kind, B kind, A transposed, B transposed, negated) of a kind::f16 descriptor (9.7.16.4.2).
 
+    Args:
+        a_tensor: A is in tensor memory.
+
     Raises:
-        LayoutError: reserved bits, sparsity, an F16 accumulator or an illegal shape.
+        LayoutError: a field that must be 0, an F16 accumulator, an operand format or shape there is not.
     """
-    if descriptor & 0b1111 or descriptor >> 6 & 1 or descriptor >> 23 & 1 or descriptor >> 29:
-        raise LayoutError(f"instruction descriptor {descriptor:#x}: sparsity, saturation or reserved bits are set")
+    layouts.check_zero("instruction descriptor", descriptor, "9.7.16.4.2", _ZERO_FIELDS)
     if descriptor >> 4 & 3 != 1:
         raise LayoutError(f"instruction descriptor {descriptor:#x}: only F32 accumulators are modelled")
     kinds = {0: "f16", 1: "bf16"}
     a, b = descriptor >> 7 & 7, descriptor >> 10 & 7
     if a not in kinds or b not in kinds:
-        raise LayoutError(f"instruction descriptor {descriptor:#x}: operand formats {a} and {b}")
+        raise LayoutError(f"instruction descriptor {descriptor:#x}: operand formats {a} and {b} (9.7.16.4.2)")
     n, m = (descriptor >> 17 & 0x3F) << 3, (descriptor >> 24 & 0x1F) << 4
     if m not in (64, 128):
         raise LayoutError(f"instruction descriptor {descriptor:#x}: M = {m}, expected 64 or 128")
     step = m // 8  # for M = 128 the ISA's table has steps of 8 too, CUTLASS asks for 16
     if n % step or not step <= n <= 256:
         raise LayoutError(f"instruction descriptor {descriptor:#x}: N = {n} is not a multiple of {step} up to 256")
+    if a_tensor and descriptor >> 15 & 1:
+        raise LayoutError(
+            f"instruction descriptor {descriptor:#x}: transpose A (bit 15, 9.7.16.4.2) is set, but A in tensor memory "
+            "is K-major"
+        )
     negated = bool(descriptor >> 13 & 1) != bool(descriptor >> 14 & 1)
     return m, n, kinds[a], kinds[b], bool(descriptor >> 15 & 1), bool(descriptor >> 16 & 1), negated
 
@@ -430,7 +449,7 @@ def _build_mma(program, x: Instruction):
             w.report("illegal", "tcgen05.mma executed by more than one thread")
         memory, clocks = tensor_memory(w.cta), w.cta.clocks
         try:
-            rows, n, kind_a, kind_b, a_mn, b_mn, negated = decode_instruction(int(i_source(w, R)[lane]))
+            rows, n, kind_a, kind_b, a_mn, b_mn, negated = decode_instruction(int(i_source(w, R)[lane]), a_tensor)
             b_offsets, granules = _operand(w, int(b_source(w, R)[lane]), n, b_mn)
             if not a_tensor:
                 a_offsets, a_granules = _operand(w, int(a_source(w, R)[lane]), rows, a_mn)

@@ -18,10 +18,12 @@ import numpy as np
 
 from . import formats, layouts
 from .accesses import write_memory
+from .clocks import KNOWN
 from .collectives import gate_converge
 from .cta import LANES, Wait
 from .formats import F32, U16, U32, U64
 from .layouts import LayoutError
+from .memory import ALL_LANES
 from .operands import lanes_of, reader, shared_address, uniform
 from .ptx import Address, Immediate, Instruction, PtxError, Sink, Vector
 from .synchronisation import mbarrier_at
@@ -46,8 +48,8 @@ class TensorMemory:
         self.writer = np.full((HALVES, COLUMNS), -1, np.int16)
         self.write_epoch = np.zeros((HALVES, COLUMNS), np.int32)
         self.write_line = np.zeros((HALVES, COLUMNS), np.int32)
-        self.read_epoch = np.zeros((clocks.agents, HALVES, COLUMNS), np.int32)
-        self.read_line = np.zeros((clocks.agents, HALVES, COLUMNS), np.int32)
+        self.read_epoch = np.zeros((clocks.readers, HALVES, COLUMNS), np.int32)
+        self.read_line = np.zeros((clocks.readers, HALVES, COLUMNS), np.int32)
 
     def find(self, count: int) -> int | None:
         """First column of `count` free ones, aligned to `count`."""
@@ -144,9 +146,9 @@ def build(program, x: Instruction):
     if action == "wait__st":
         return lambda w, R, m: _waited(w, "st")
     if action == "fence__before_thread_sync":
-        return lambda w, R, m: w.cta.clocks.tensor_release(w.index)
+        return lambda w, R, m: w.cta.clocks.tensor_release(w.index, w.lanes(m))
     if action == "fence__after_thread_sync":
-        return lambda w, R, m: w.cta.clocks.tensor_acquire(w.index)
+        return lambda w, R, m: w.cta.clocks.tensor_acquire(w.index, w.lanes(m))
     return makers[action](program, x)
 
 
@@ -207,7 +209,7 @@ def _build_alloc(program, x: Instruction):
         memory.last_count = n
         base = memory.find(n)
         memory.owner[base : base + n] = base + 1
-        write_memory(w, "shared", np.array([target], U64), [np.array([base], U32)], 4)
+        write_memory(w, "shared", np.array([target], U64), [np.array([base], U32)], 4, ALL_LANES[:1])
 
     return alloc
 
@@ -226,7 +228,8 @@ def _build_dealloc(program, x: Instruction):
             if not op.done and op.text.startswith("tcgen05"):
                 w.report("race", f"tcgen05.dealloc while {op.text} of warp {op.warp} (line {op.line}) is in flight")
         agent, epoch = _next(w, "dealloc")
-        memory.access(w, agent, epoch, w.cta.clocks.tensor_known[w.index], slice(0, HALVES), base, n, True, w.line)
+        known = w.cta.clocks.known(w.index, None)[KNOWN]
+        memory.access(w, agent, epoch, known, slice(0, HALVES), base, n, True, w.line)
         memory.owner[base : base + n] = 0
         memory.data[:, base : base + n] = POISON
         memory.written[:, base : base + n] = False
@@ -332,7 +335,7 @@ def _build_transfer(program, x: Instruction):
         lane, column = place
         memory = tensor_memory(w.cta)
         agent, epoch = _next(w, kind)
-        known, half = w.cta.clocks.tensor_known[w.index], lane // HALF
+        known, half = w.cta.clocks.known(w.index, None)[KNOWN], lane // HALF
         for begin, count in part.spans:
             halves = slice(half, half + part.halves)
             memory.access(w, agent, epoch, known, halves, column + begin, count, kind == "st", x.line)
@@ -364,7 +367,7 @@ def _build_transfer(program, x: Instruction):
 
 
 def _waited(w, kind: str) -> None:
-    known = w.cta.clocks.tensor_known[w.index]
+    known = w.cta.clocks.waited[w.index]
     for op in w.tensor_ops[kind]:
         known[op.agent] = max(known[op.agent], op.epoch)
     w.tensor_ops[kind].clear()
@@ -468,7 +471,8 @@ def _build_mma(program, x: Instruction):
         halves = slice(0, HALVES) if rows == 128 else slice(first // HALF, HALVES, 2)
         adds = bool(accumulate(w, R)[lane])
         agent, epoch = _next(w, "mma", (rows, n, d) if w.machine.mma_order == "isa" else ())
-        known = clocks.tensor_known[w.index]
+        table = clocks.known(w.index, [lane])
+        known = table[KNOWN]
         if a_tensor:
             a_place = (int(a_source(w, R)[lane]) + a_offset) & 0xFFFFFFFF
             a_column = a_place & 0xFFFF
@@ -481,8 +485,7 @@ def _build_mma(program, x: Instruction):
             memory.access(w, agent, epoch, known, halves, column, n, False, x.line)
         memory.access(w, agent, epoch, known, halves, column, n, True, x.line)
         if w.machine.track:
-            snapshot = clocks.now[w.index], clocks.proxy[w.index]
-            found = clocks.async_read(snapshot, w.index, agent, epoch, granules, x.line)
+            found = clocks.async_read(table, agent, epoch, granules, x.line)
             if found:
                 w.report(found[0], f"tcgen05.mma: {found[1]}", x.line)
         off = None
@@ -517,7 +520,7 @@ def _build_mma(program, x: Instruction):
 
         op = w.issue(("tcgen05.mma", w, agent), "tcgen05.mma", x.line, [act])
         op.agent, op.epoch = agent, epoch
-        op.known = known.copy()
+        op.known = known
         w.tensor_last[agent] = op
 
     return mma
@@ -540,7 +543,7 @@ def _build_commit(program, x: Instruction):
                 "proxy_fence", f"tcgen05.commit to the mbarrier at {address:#x}, initialised without a fence", x.line
             )
         clocks = w.cta.clocks
-        token = [v.copy() for v in clocks.token(w.index)]
+        token = clocks.token(w.index, [lane])
         earlier = list(w.tensor_last.values())
         for op in earlier:
             np.maximum(token[2], op.known, out=token[2])  # what the MMA was ordered after came before it

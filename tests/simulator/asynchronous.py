@@ -350,7 +350,7 @@ def _tensor_store(w, x, lane: int, tensor_map, at, source: int, kind: str | None
 
 
 def _bulk_commit(w, R, m) -> None:
-    """cp.async.bulk.commit_group: a group of each executing thread (bulk and tensor copy completion instructions)."""
+    """cp.async.bulk.commit_group: a group of each executing thread (9.7.9.27.2.1)."""
     for lane in lanes_of(m):
         lane = int(lane)
         w.bulk_groups.setdefault(lane, []).append(w.bulk_open.pop(lane, []))
@@ -379,7 +379,7 @@ def _gate_bulk_wait(program, x: Instruction):
 
 
 def _wait_done(w, m, x: Instruction) -> None:
-    """A lane has seen its groups' reads: their epochs are known to it."""
+    """A lane has seen its groups' reads: their epochs are known to it (9.7.9.27.2.2)."""
     pending = x.operands[0].value
     clocks = w.cta.clocks
     for lane in lanes_of(m):

@@ -85,12 +85,12 @@ def mutations(text: str) -> list[Mutation]:
 def _covered(lines: list[str], number: int) -> bool:
     """What its successor does anyway, with nothing accessed or handed over between them.
 
-    A tcgen05.wait::ld before another one: uses wait for their loads. A bar.warp.sync before a tcgen05.alloc, for which the
-    warp converges.
+    A tcgen05.wait::ld before another one: uses wait for their loads. A bar.warp.sync before a tcgen05.alloc or a
+    barrier, for which the warp converges.
     """
     if "bar.warp.sync" in lines[number]:
         after = (line for line in lines[number + 1 :] if re.search(r"tcgen05|mbarrier|cp\.|bra|\.shared\.|bar\.", line))
-        return "tcgen05.alloc" in next(after, "")
+        return re.search(r"tcgen05\.alloc|bar\.sync", next(after, "")) is not None
     if "tcgen05.wait::ld" not in lines[number]:
         return False
     after = (line for line in lines[number + 1 :] if re.search(r"tcgen05\.(wait::ld|fence::before|dealloc)", line))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from simulator import SimulationError, Simulator
+from simulator import PtxError, SimulationError, Simulator
 from simulator.formats import bf16_to_f32
 
 HEAD = ".version 9.0\n.target {target}\n.address_size 64\n"
@@ -254,3 +254,17 @@ def test_operands_of_wgmma_are_alike_in_a_warp(old, new, what):
                 simulator.launch(changed, "product", 1, 128, *arrays)
         else:
             simulator.launch(changed, "product", 1, 128, *arrays)
+
+
+@pytest.mark.parametrize("a, tail", [
+    ("%rd6", "2, 1, 0, 0"), ("%rd6", "1, 0, 0, 0"), ("%rd6", "1, 1, 2, 0"), ("%rd6", "1, 1, 0"),
+    ("{%r10, %r11, %r12, %r13}", "1, 1, 1, 0"),
+])  # fmt: skip
+def test_immediates_of_wgmma_are_checked(a, tail):
+    """9.7.15.5.2; A in registers is K-major."""
+    text = PRODUCT.replace("SCALE_D", "1").replace("KIND", "bf16").replace("}, A, ", f"}}, {a}, ")
+    text = text.replace("A_STRIDES", strides(64)).replace("B_STRIDES", strides(16)).replace("SIGNS", tail)
+    simulator = Simulator("h200", num_sms=1)
+    arrays = [simulator.array(np.zeros(n, np.float32)) for n in (512, 128, 1024)]
+    with pytest.raises(PtxError, match="with scales .* and transpositions .*9.7.15.5.2"):
+        simulator.launch(text, "product", 1, 128, *arrays)

@@ -325,6 +325,25 @@ def test_operands_of_an_allocation_are_alike(monkeypatch, change, what):
         Run("")
 
 
+@pytest.mark.parametrize("line", [
+    "tcgen05.st.sync.aligned.32x32b.x1.b32 [%mine], {%w0}; tcgen05.wait::st.sync.aligned;", "tcgen05.wait::ld.sync.aligned;",
+    "bar.sync 1;",
+    "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%w0}, [%r2];", "setmaxnreg.dec.sync.aligned.u32 24;",
+])  # fmt: skip
+def test_aligned_instructions_are_for_whole_warps(line):
+    assert not Run(line).reports
+    with pytest.raises(SimulationError, match="(?s)deadlock: .*waits for the other lanes"):
+        Run(f"{VARYING} @%p5 {line}")
+
+
+def test_lanes_that_an_mma_leaves_out_have_four_registers():
+    """9.7.16.10.9.1."""
+    body = mma("%ta", "%da", 128, 64).replace(", %p7", ", {%r10, %r10, %r10, %r10}, %p7") + commit_and_wait(0)
+    assert not Run("mov.u32 %r10, 0;" + body).reports
+    with pytest.raises(PtxError, match="8 registers of disable-output-lane"):
+        Run(body.replace("{%r10,", "{%r10, %r10, %r10, %r10, %r10,"))
+
+
 # ---- order of MMAs ---------------------------------------------------------------------------------
 
 MODES = [("eager", 0), ("late", 0), *[("random", seed) for seed in range(2)]]

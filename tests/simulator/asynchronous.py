@@ -408,17 +408,22 @@ def _build_wgmma(program, x: Instruction):
     kinds = parts[-3:]
     wide = formats.bf16_to_f32 if kinds[1] == "bf16" else formats.f16_to_f32
     d = [r.index for r in x.operands[0].items]
-    if len(d) != n // 2:
-        raise PtxError(f"{len(d)} accumulators for n = {n}")
+    if n % 8 or not 8 <= n <= 256 or len(d) != n // 2:
+        raise PtxError(f"{len(d)} accumulators for n = {n}, expected n / 2 for a multiple of 8 up to 256 (9.7.15.2)")
     a_registers = isinstance(x.operands[1], Vector)
     a_indices = [r.index for r in x.operands[1].items] if a_registers else None
     a_descriptor = None if a_registers else reader(program, x.operands[1], 8)
     b_descriptor = reader(program, x.operands[2], 8)
     scale_d = reader(program, x.operands[3], 0)
     rest = [o.value for o in x.operands[4:]]
-    negate_a, negate_b = rest[0], rest[1]
-    transposed_a = bool(rest[2]) if not a_registers else False
-    transposed_b = bool(rest[-1]) if len(rest) > 2 else False
+    scales, transposes = rest[:2], rest[2:]
+    if len(transposes) != (1 if a_registers else 2) or {*scales} - {1, -1} or {*transposes} - {0, 1}:
+        raise PtxError(
+            f"{x.opcode} with scales {scales} and transpositions {transposes}, expected 1 or -1 of A and B; 0 or 1 of "
+            "matrices in shared memory (9.7.15.5.2)"
+        )
+    negate_a, negate_b = scales
+    transposed_a, transposed_b = bool(transposes[0]) and not a_registers, bool(transposes[-1])
     rows, columns = layouts.wgmma_accumulator(n)
     a_rows, a_columns = layouts.wgmma_a_fragment()
     registers = sum(program.wgmma_registers[i] for i in {*d, *(a_indices or [])})

@@ -442,6 +442,8 @@ def _build_mma(program, x: Instruction):
     b_source, i_source = reader(program, ops[2], 8), reader(program, ops[3], 4)
     rest = ops[4:]
     disabled = [reader(program, v, 4) for v in rest.pop(0).items] if isinstance(rest[0], Vector) else None
+    if disabled is not None and len(disabled) != TMEM_LANES // 32:
+        raise PtxError(f"{len(disabled)} registers of disable-output-lane, 4 for cta_group::1 (9.7.16.10.9.1)")
     accumulate = reader(program, rest.pop(0), 0)
     if rest and not (isinstance(rest[0], Immediate) and rest[0].value == 0):
         raise PtxError("scale-input-d is not modelled")

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from simulator import SimulationError, Simulator
+from simulator import PtxError, SimulationError, Simulator
 from simulator.formats import bf16_to_f32
 
 HEAD = ".version 9.0\n.target {target}\n.address_size 64\n"
@@ -226,8 +226,45 @@ def test_wgmma(kind, a_place, b_major, scale_d, signs):
 def test_wgmma_descriptors_are_checked():
     text = PRODUCT.replace("SIGNS", "1, 1, 0, 0").replace("SCALE_D", "0").replace("KIND", "bf16")
     text = text.replace("}, A, ", "}, %rd6, ").replace("A_STRIDES", strides(64))
-    for bits, report in ((1 << 50, "base offset"), (0x3FFF << 32, "past the allocation")):
+    cases = [(1 << 50, "base offset"), (0x3FFF << 32, "past the allocation")]
+    cases += [(1 << bit, r"is .*, must be 0 \(9.7.15.5.1.2.2\)") for bit in (14, 31, 46, 48, 52, 61)]
+    for bits, report in cases:
         simulator = Simulator("h200", num_sms=1)
         arrays = [simulator.array(np.zeros(n, np.float32)) for n in (512, 128, 1024)]
         with pytest.raises(SimulationError, match=f"descriptor: .*{report}"):
             simulator.launch(text.replace("B_STRIDES", hex(bits)), "product", 1, 128, *arrays)
+
+
+@pytest.mark.parametrize("old, new, what", [
+    ("wgmma.fence", "xor.b64 %rd7, %rd7, %rd10; wgmma.fence", "descriptor B"),
+    ("wgmma.fence", "xor.b64 %rd6, %rd6, %rd10; wgmma.fence", "descriptor A"),
+    ("setp.ne.u32 %p2, 1, 0;", "setp.ne.u32 %p2, %r20, 0;", "scale-d"),
+])  # fmt: skip
+def test_operands_of_wgmma_are_alike_in_a_warp(old, new, what):
+    text = PRODUCT.replace("SIGNS", "1, 1, 0, 0").replace("SCALE_D", "1").replace("KIND", "bf16")
+    text = text.replace("}, A, ", "}, %rd6, ").replace("A_STRIDES", strides(64)).replace("B_STRIDES", strides(16))
+    for factor in (0, 1):
+        simulator = Simulator("h200", num_sms=1)
+        arrays = [simulator.array(np.zeros(n, np.float32)) for n in (512, 128, 1024)]
+        values = f"and.b32 %r20, %r2, {factor}; cvt.u64.u32 %rd10, %r20; setp.ne.u32"
+        changed = text.replace(old, new).replace("setp.ne.u32 %p2", f"{values} %p2", 1)
+        assert new in changed
+        if factor:
+            with pytest.raises(SimulationError, match=f"illegal: {what} of wgmma differs between the lanes"):
+                simulator.launch(changed, "product", 1, 128, *arrays)
+        else:
+            simulator.launch(changed, "product", 1, 128, *arrays)
+
+
+@pytest.mark.parametrize("a, tail", [
+    ("%rd6", "2, 1, 0, 0"), ("%rd6", "1, 0, 0, 0"), ("%rd6", "1, 1, 2, 0"), ("%rd6", "1, 1, 0"),
+    ("{%r10, %r11, %r12, %r13}", "1, 1, 1, 0"),
+])  # fmt: skip
+def test_immediates_of_wgmma_are_checked(a, tail):
+    """9.7.15.5.2; A in registers is K-major."""
+    text = PRODUCT.replace("SCALE_D", "1").replace("KIND", "bf16").replace("}, A, ", f"}}, {a}, ")
+    text = text.replace("A_STRIDES", strides(64)).replace("B_STRIDES", strides(16)).replace("SIGNS", tail)
+    simulator = Simulator("h200", num_sms=1)
+    arrays = [simulator.array(np.zeros(n, np.float32)) for n in (512, 128, 1024)]
+    with pytest.raises(PtxError, match="with scales .* and transpositions .*9.7.15.5.2"):
+        simulator.launch(text, "product", 1, 128, *arrays)

@@ -204,7 +204,7 @@ def test_accesses_in_the_wrong_state_space(body, message):
     ("mov.b64 %rd1, block; cvta.param::entry.u64 %rd1, %rd1; ld.u8 %d, [%rd1+9];", 0 * LANES + 9),
     ("mov.b64 %rd1, block; cvta.param.u64 %rd1, %rd1; cvta.to.param.u64 %rd1, %rd1; ld.param.u8 %d, [%rd1];", 0 * LANES),
     ("mov.b32 %r1, 0xFFFFFFF8; add.u32 %r1, %r1, 16; st.shared.b32 [%r1+-4], %t; st.shared.b32 [shared], 0;"
-     "ld.shared.b32 %d, [%r1+-8];", 0 * LANES),
+     "bar.warp.sync -1; ld.shared.b32 %d, [%r1+-8];", 0 * LANES),
 ])  # fmt: skip
 def test_accesses_in_the_right_state_space(body, expected):
     assert execute(body, CONST) == expected.tolist()

@@ -146,6 +146,89 @@ PROGRAMS = {
             ("ARRIVE: bar", "ARRIVE: @!%p1 bar", "deadlock", ALL),  # half a warp does not arrive
         ],
     ),
+    "a lane arrives for its warp (9.7.13.2)": (
+        """add.u32 %r5, %r2, 500; @!%p4 bra WAIT;
+        st.shared.u32 [%r3], %r5; bar.warp.sync -1; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r4]; bra END;
+        WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p8, [%r4], 0; @!%p8 bra WAIT;
+        ld.shared.u32 %r0, [%r3 + -128];
+        END:""",
+        [*[0] * 32, *range(500, 532)],
+        [
+            ("bar.warp.sync -1;", "", "race: reads shared .* written by warp 0 lane 1 ", ALL),
+            ("bar.warp.sync -1;", "@%p2 bar.warp.sync 3;", "race: reads shared .* written by warp 0 lane 2 ", ALL),
+            ("bar.warp.sync -1;", "shfl.sync.idx.b32 %r6, %r2, 0, 31, -1;", "race: reads shared", ALL),
+            ("st.shared.u32 [%r3], %r5; bar.warp.sync -1;", "bar.warp.sync -1; st.shared.u32 [%r3], %r5;", "race", ALL),
+        ],
+    ),
+    "a lane arrives for what its warp has read": (
+        """st.shared.u32 [%r3], %r2; bar.sync 0; @!%p4 bra WAIT;
+        ld.shared.u32 %r0, [%r3]; ld.shared.u32 %r5, [%r1]; bar.warp.sync -1;
+        @%p1 mbarrier.arrive.shared::cta.b64 _, [%r4]; bra END;
+        WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p8, [%r4], 0; @!%p8 bra WAIT;
+        st.shared.u32 [%r3 + -128], %r2;
+        END:""",
+        [*range(32), *[0] * 32],
+        [
+            ("bar.warp.sync -1;", "", "race: overwrites .* that warp 0 may still read", ALL),
+            ("ld.shared.u32 %r0, [%r3]; ld.shared.u32 %r5, [%r1]; bar.warp.sync -1;", "ld.shared.u32 %r0, [%r1];",
+             "race: overwrites .* that warp 0 may still read", ALL),
+        ],
+    ),
+    "a lane waits for its warp": (
+        """setp.eq.u32 %p5, %r2, 32; st.shared.u32 [%r3], %r2; @!%p4 bra SECOND;
+        bar.warp.sync -1; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r4]; bra END;
+        SECOND: @!%p5 bra READ;
+        WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p8, [%r4], 0; @!%p8 bra WAIT;
+        READ: bar.warp.sync -1; ld.shared.u32 %r0, [%r3 + -128];
+        END:""",
+        [*[0] * 32, *range(32)],
+        [("READ: bar.warp.sync -1;", "READ:", "race: reads shared|uninitialised", ALL)],
+    ),
+    "lanes exchange words": (
+        """xor.b32 %r5, %r3, 4; st.shared.u32 [%r3], %r2; bar.warp.sync -1; ld.shared.u32 %r0, [%r5];
+        bar.warp.sync %r6; st.shared.u32 [%r3], %r2;""".replace("xor", "mov.u32 %r6, -1; xor"),
+        [t ^ 1 for t in range(64)],
+        [
+            ("bar.warp.sync -1;", "", "race: reads shared", ALL),
+            ("bar.warp.sync %r6;", "", "race: overwrites .* may still read", ALL),
+        ],
+    ),
+    "halves of a warp exchange words": (
+        """shr.u32 %r5, %r2, 4; shl.b32 %r5, %r5, 4; mov.u32 %r6, 0xFFFF; shl.b32 %r6, %r6, %r5; xor.b32 %r7, %r3, 4;
+        @!%p4 bra END; st.shared.u32 [%r3], %r2; bar.warp.sync %r6; ld.shared.u32 %r0, [%r7]; END:""",
+        [*[t ^ 1 for t in range(32)], *[0] * 32],
+        [("%r3, 4;", "%r3, 64;", "race: reads shared", ALL)],
+    ),
+    "a bulk store by one lane of its warp's stores": (
+        f"""add.u32 %r5, %r2, 500; @!%p4 bra END; st.shared.u32 [%r3], %r5; {FENCE} bar.warp.sync -1;
+        @%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r1], 128; @%p1 {COMMIT}
+        @%p1 cp.async.bulk.wait_group.read 0; bar.warp.sync %r6; st.shared.u32 [%r3], %r2;
+        END:""".replace("@!%p4", "mov.u32 %r6, -1; @!%p4"),
+        [*[0] * 64, *range(500, 532), 32],
+        [
+            (FENCE, f"@%p1 {FENCE}", "proxy_fence: .* written by generic stores of warp 0 lane 1 ", ALL),
+            ("bar.warp.sync -1;", "", "race: a bulk copy .* written by warp 0 lane 1 ", ALL),
+            ("bar.warp.sync %r6;", "", "race: overwrites .* may still read", ALL),
+        ],
+    ),
+    "a fence by the lane that its warp has synchronised with": (
+        f"""add.u32 %r5, %r2, 500; @!%p4 bra END; st.shared.u32 [%r3], %r5; bar.warp.sync -1; @%p1 {FENCE}
+        @%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r1], 128; @%p1 {COMMIT}
+        @%p1 cp.async.bulk.wait_group 0;
+        END:""",
+        [*[0] * 64, *range(500, 532), 32],
+        [(f"@%p1 {FENCE}", f"@%p3 {FENCE}", "proxy_fence", ALL), (f"@%p1 {FENCE}", "", "proxy_fence", ALL)],
+    ),
+    "operands of a barrier (9.7.13.1)": (
+        """and.b32 %r5, %r2, 0; mad.lo.u32 %r6, %r5, 1, 1; mad.lo.u32 %r7, %r5, 32, 64;
+        bar.sync %r6, %r7; @%p4 bar.arrive %r6, %r7; @!%p4 bar.sync %r6, %r7;""",
+        [0] * 64,
+        [
+            ("%r5, 1, 1;", "%r5, 1, 1; @%p1 mov.u32 %r6, 2;", "the number of a barrier .* differs between", ALL),
+            ("32, 64;", "32, 64; @%p1 mov.u32 %r7, 32;", "the thread count of a barrier .* differs between", ALL),
+            ("bar.arrive", "and.b32 %r6, %r2, 1; @%p4 bar.arrive", "the number of a barrier .* differs between", ALL),
+        ],
+    ),
     "votes of one barrier used again": (
         """setp.ge.u32 %p5, %r2, 0; setp.lt.u32 %p6, %r2, 0;
         bar.red.popc.u32 %r0, 1, 64, %p5; bar.red.popc.u32 %r5, 1, 64, %p6; add.u32 %r0, %r0, %r5;""",
@@ -291,6 +374,7 @@ tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64;
 tcgen05.st.sync.aligned.32x32b.x1.b32 [0], {%r2};
 tcgen05.wait::st.sync.aligned;
 tcgen05.fence::before_thread_sync;
+bar.warp.sync -1;
 @%p1 mbarrier.arrive.relaxed.cluster.shared::cta.b64 _, [%r4];
 END:
 """
@@ -303,7 +387,7 @@ def test_relaxed_arrivals_hand_tensor_memory_over_and_nothing_else():
     only_tensor = HANDED_OVER.replace("ld.shared.u32 %r5, [%r1];", "")
     for mode in ALL:
         run(only_tensor, mode)
-        for fence in ("tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"):
+        for fence in ("tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;", "bar.warp.sync -1;"):
             with pytest.raises(SimulationError, match="race: overwrites tensor memory"):
                 run(only_tensor.replace(fence, ""), mode)
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from simulator import PtxError, SimulationError, Simulator
 from simulator.formats import bf16_to_f32, f32_to_bf16
+from simulator.layouts import LayoutError, tcgen05_descriptor
+from simulator.tensor import decode_instruction
 
 COLUMNS = 256  # of tensor memory that a kernel fills and reads back
 HEAD = ".version 9.0\n.target sm_100a\n.address_size 64\n"
@@ -241,6 +243,105 @@ def test_shapes_and_lanes_of_an_mma_are_checked():
     ):
         with pytest.raises(SimulationError, match=text):
             Run(body + commit_and_wait(0))
+
+
+IN_TENSOR_MEMORY = mma("%ta", "[%ta+128]", 128, 64) + commit_and_wait(0)
+
+
+@pytest.mark.parametrize("bits, field", [
+    (1, "the sparsity selector is 1"), (4, "sparsity is 1"), (8, "saturation is 1"), (1 << 6, "reserved bit 6"),
+    (1 << 8, "operand formats 3 and 1"), (1 << 11, "operand formats 1 and 3"), (1 << 23, "reserved bit 23"),
+    (1 << 29, "reserved bit 29"), (3 << 30, "the maximum shift of .ws is 3"),
+])  # fmt: skip
+def test_fields_of_the_instruction_descriptor_that_are_refused(bits, field):
+    """9.7.16.4.2."""
+    right = instruction(128, 64)
+    assert decode_instruction(right, True)[:2] == (128, 64)
+    with pytest.raises(LayoutError, match=rf"{field}.*9\.7\.16\.4\.2"):
+        decode_instruction(right ^ bits, False)
+
+
+def test_transposed_a_is_refused_in_tensor_memory_only():
+    def transposed(a: str) -> str:
+        text = mma("%ta", a, 128, 64)
+        return text.replace(str(instruction(128, 64)), str(instruction(128, 64) | 1 << 15)) + commit_and_wait(0)
+
+    assert not Run(transposed("%da")).reports and not Run(IN_TENSOR_MEMORY).reports
+    with pytest.raises(SimulationError, match="descriptor: .*transpose A .* A in tensor memory is K-major"):
+        Run(transposed("[%ta+128]"))
+
+
+@pytest.mark.parametrize("flipped, field", [
+    (1 << 14, "bits 14-15"), (1 << 31, "bits 30-31"), (1 << 46, "bits 46-48"), (1 << 53, "constant of bits 53-60"),
+    (1 << 60, "constant of bits 53-60"), (1 << 61, "32-byte atomic swizzle"), (3 << 61, "swizzle mode 3"),
+    (5 << 61, "swizzle mode 5"), (7 << 61, "swizzle mode 7"),
+])  # fmt: skip
+def test_fields_of_a_shared_memory_descriptor_that_are_refused(flipped, field):
+    """9.7.16.4.1."""
+    right = 8 << 16 | 16 << 32 | 1 << 46 | 64
+    assert tcgen05_descriptor(right) == (1024, 128, 256, 0)
+    with pytest.raises(LayoutError, match=f"{field}.*9.7.16.4"):
+        tcgen05_descriptor(right ^ flipped)
+
+
+# ---- operands of a warp ----------------------------------------------------------------------------
+
+VARYING = "and.b32 %r10, %t, 1; setp.eq.u32 %p5, %r10, 0;"
+
+
+@pytest.mark.parametrize("kind", ["ld", "st"])
+def test_addresses_of_a_warp_are_alike(kind):
+    """9.7.16.8.3, 9.7.16.8.4."""
+    body = transfer(kind, "32x32b", 2, 0)
+    assert not Run(body.replace(f"tcgen05.{kind}", f"{VARYING} add.u32 %r9, %r9, 1; tcgen05.{kind}", 1)).reports
+    with pytest.raises(SimulationError, match=f"illegal: the address of tcgen05.{kind} .*differs between the lanes"):
+        Run(body.replace(f"tcgen05.{kind}", f"{VARYING} @%p5 add.u32 %r9, %r9, 1; tcgen05.{kind}", 1))
+
+
+def test_exited_lanes_take_part_in_no_tensor_access():
+    store = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%mine], {%w0};"
+    assert not Run(f"{store} tcgen05.wait::st.sync.aligned;").reports
+    with pytest.raises(SimulationError, match="illegal: tcgen05.st in a warp with exited lanes"):
+        Run(f"{VARYING} @%p5 exit; {store}")
+
+
+@pytest.mark.parametrize("change, what", [
+    (("[%r1], 512;", "[%r10], 512;"), "address of tcgen05.alloc"),
+    (("[%r1], 512;", "[%r1], %r11;"), "number of columns of tcgen05.alloc"),
+    (("b32 %ta, 512;", "b32 %r12, 512;"), "address of tcgen05.dealloc"),
+    (("b32 %ta, 512;", "b32 %ta, %r11;"), "number of columns of tcgen05.dealloc"),
+])  # fmt: skip
+def test_operands_of_an_allocation_are_alike(monkeypatch, change, what):
+    """9.7.16.7.1."""
+    text = kernel("")
+    assert change[0] in text
+    values = "and.b32 %r12, %t, 1; shl.b32 %r11, %r12, 8; add.u32 %r11, %r11, 256; mad.lo.u32 %r10, %r12, 4, %r1;"
+    line = next(x for x in text.split("\n") if change[0] in x)
+    changed = text.replace("@!%p1 bra ALLOCATED;", f"{values} @!%p1 bra ALLOCATED;").replace(
+        line, line.replace(*change)
+    )
+    monkeypatch.setitem(globals(), "kernel", lambda body: changed)
+    with pytest.raises(SimulationError, match=f"illegal: the {what} .*differs between the lanes"):
+        Run("")
+
+
+@pytest.mark.parametrize("line", [
+    "tcgen05.st.sync.aligned.32x32b.x1.b32 [%mine], {%w0}; tcgen05.wait::st.sync.aligned;", "tcgen05.wait::ld.sync.aligned;",
+    "bar.sync 1;",
+    "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%w0}, [%r2];", "setmaxnreg.dec.sync.aligned.u32 24;",
+])  # fmt: skip
+def test_aligned_instructions_are_for_whole_warps(line):
+    assert not Run(line).reports
+    with pytest.raises(SimulationError, match="(?s)deadlock: .*waits for the other lanes"):
+        Run(f"{VARYING} @%p5 {line}")
+
+
+def test_lanes_that_an_mma_leaves_out_have_four_registers():
+    """9.7.16.10.9.1."""
+    body = mma("%ta", "%da", 128, 64).replace(", %p7", ", {%r10, %r10, %r10, %r10}, %p7") + commit_and_wait(0)
+    assert not Run("mov.u32 %r10, 0;" + body).reports
+    with pytest.raises(PtxError, match="8 registers of disable-output-lane"):
+        Run(body.replace("{%r10,", "{%r10, %r10, %r10, %r10, %r10,"))
 
 
 # ---- order of MMAs ---------------------------------------------------------------------------------

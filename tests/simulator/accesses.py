@@ -6,6 +6,7 @@ import numpy as np
 
 from . import formats, memory
 from .arithmetic import half_function
+from .clocks import GRANULE
 from .cta import LANES
 from .formats import U16, U32, U64
 from .memory import ALL_LANES, LOCAL_WINDOW, SHARED_WINDOW, MemoryFault
@@ -72,7 +73,8 @@ def _shared(w, addresses: np.ndarray, size: int, lanes: np.ndarray, record):
     region = w.cta.shared
     memory.check_inside(addresses, size, region.size, region.name, lanes)
     if w.machine.track:
-        text = record(w.index, w.cta.granules(addresses, size), w.line, size < 4)
+        those = lanes if size <= GRANULE else lanes.repeat(size // GRANULE)
+        text = record(w.index, those, w.cta.granules(addresses, size), w.line, size < GRANULE)
         if text:
             w.report("race", text)
     return region
@@ -357,6 +359,7 @@ def build_matrix(program, x: Instruction):
         rows = where(w, R)[: 8 * count]
         memory.check_alignment(rows, 16)
         memory.check_inside(rows, 16, w.cta.shared.size, w.cta.shared.name)
+        givers = ALL_LANES[: 8 * count]  # of the addresses: the accesses count as theirs
         if store:
             data = np.empty((count, 8, 8), U16)
             for i, item in enumerate(items):
@@ -373,9 +376,10 @@ def build_matrix(program, x: Instruction):
                 rows,
                 [np.ascontiguousarray(flat[:, 4 * i : 4 * i + 4]).view(U64)[:, 0] for i in range(2)],
                 8,
+                givers,
             )
             return
-        values = read_memory(w, "shared", rows, 8, 2)
+        values = read_memory(w, "shared", rows, 8, 2, givers)
         data = np.stack(values, 1).view(U16).reshape(count, 8, 8)
         for i, item in enumerate(items):
             halves = np.empty((LANES, 2), U16)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from . import formats, layouts, tensor
+from .clocks import NOW
 from .collectives import gate_converge
 from .cta import LANES, Wait
 from .formats import F32, U16, U32, U64
 from .layouts import LayoutError
 from .memory import MemoryFault
-from .operands import address_reader, lanes_of, reader, shared_address
+from .operands import address_reader, lanes_of, reader, shared_address, uniform
 from .ptx import Instruction, PtxError, TensorAddress, Vector
 from .synchronisation import mbarrier_at
 
@@ -72,9 +73,9 @@ class Completion:
         self.epoch = int(w.cta.clocks.counter[self.agent])
 
     def complete(self, known) -> None:
-        now = known[0].copy()
-        now[self.agent] = max(now[self.agent], self.epoch)
-        self.barrier.join((now, known[1], known[2]))
+        token = known.copy()
+        token[NOW, self.agent] = max(token[NOW, self.agent], self.epoch)
+        self.barrier.join(token)
         self.barrier.transactions -= self.size
         self.barrier.settle()
         self.cta.machine.progress += 1
@@ -110,7 +111,7 @@ def _build_bulk(program, x: Instruction):
                 try:
                     tensor_map = _load_map(w, int(map_address(w, R)[lane]), x)
                     if to_shared:
-                        _tensor_load(w, x, tensor_map, at, int(target(w, R)[lane]), int(barrier(w, R)[lane]))
+                        _tensor_load(w, x, lane, tensor_map, at, int(target(w, R)[lane]), int(barrier(w, R)[lane]))
                     else:
                         how = tensor_map.kind if reduce else None
                         _tensor_store(w, x, lane, tensor_map, at, int(shared_side(w, R)[lane]), how)
@@ -125,7 +126,7 @@ def _build_bulk(program, x: Instruction):
         def bulk_load(w, R, m):
             for lane in lanes_of(m):
                 _bulk_load(
-                    w, x, int(target(w, R)[lane]), int(source(w, R)[lane]), int(size_of(w, R)[lane]),
+                    w, x, lane, int(target(w, R)[lane]), int(source(w, R)[lane]), int(size_of(w, R)[lane]),
                     int(barrier(w, R)[lane]),
                 )  # fmt: skip
 
@@ -185,20 +186,16 @@ def _guarded(w, line: int, stage):
     return run
 
 
-def _snapshot(w):
-    """What the issuing warp knows now: orders the operation after it."""
-    return tuple(v.copy() for v in w.cta.clocks.token(w.index))
-
-
-def _load(w, x, text: str, target: int, size: int, barrier: int, fill) -> None:
+def _load(w, x, lane: int, text: str, target: int, size: int, barrier: int, fill) -> None:
     """A copy to shared memory that completes on an mbarrier: `fill` moves the bytes, later."""
     completion = Completion(w, barrier, x.line, size)
     if completion.barrier is None:
         return
-    known, clocks = _snapshot(w), w.cta.clocks
+    clocks = w.cta.clocks
+    known = clocks.token(w.index, [lane])
     if w.machine.track:
         granules = _granules(target, size)
-        found = clocks.async_write(known, w.index, completion.agent, completion.epoch, granules, x.line)
+        found = clocks.async_write(known, completion.agent, completion.epoch, granules, x.line)
         if found:
             w.report(found[0], f"asynchronous copy: {found[1]}", x.line)
 
@@ -210,7 +207,7 @@ def _load(w, x, text: str, target: int, size: int, barrier: int, fill) -> None:
     w.issue(None, text, x.line, [_guarded(w, x.line, act)])
 
 
-def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:
+def _tensor_load(w, x, lane: int, tensor_map, at, target: int, barrier: int) -> None:
     _check_shared(w, target, tensor_map.box_bytes, 128, x.line)
     address, inside, shared, chunk = layouts.box_addresses(tensor_map, at, target)
 
@@ -234,10 +231,10 @@ def _tensor_load(w, x, tensor_map, at, target: int, barrier: int) -> None:
         else:
             data[shared[:, None] + np.arange(chunk)] = values
 
-    _load(w, x, "a tensor copy to shared memory", target, tensor_map.box_bytes, barrier, fill)
+    _load(w, x, lane, "a tensor copy to shared memory", target, tensor_map.box_bytes, barrier, fill)
 
 
-def _bulk_load(w, x, target: int, source: int, size: int, barrier: int) -> None:
+def _bulk_load(w, x, lane: int, target: int, source: int, size: int, barrier: int) -> None:
     if size % 16 or source % 16:
         w.report("misaligned", f"bulk copy of {size} bytes from {source:#x}: multiples of 16 are needed", x.line)
     _check_shared(w, target, size, 16, x.line)
@@ -247,17 +244,17 @@ def _bulk_load(w, x, target: int, source: int, size: int, barrier: int) -> None:
         _check_written(w, x.line, region, offset, size, 4)
         w.cta.shared.data[target : target + size] = region.data[offset : offset + size]
 
-    _load(w, x, "a bulk copy to shared memory", target, size, barrier, fill)
+    _load(w, x, lane, "a bulk copy to shared memory", target, size, barrier, fill)
 
 
-def _read_shared(w, granules: np.ndarray, agent_key, line: int, what: str) -> tuple[int, int]:
-    """Checks an asynchronous read and records it; (agent, epoch)."""
+def _read_shared(w, lanes, granules: np.ndarray, agent_key, line: int, what: str) -> tuple[int, int]:
+    """Checks an asynchronous read of some lanes, None for all, and records it; (agent, epoch)."""
     clocks = w.cta.clocks
     agent = clocks.agent(agent_key)
     clocks.counter[agent] += 1
     epoch = int(clocks.counter[agent])
     if w.machine.track:
-        found = clocks.async_read(_snapshot(w), w.index, agent, epoch, granules, line)
+        found = clocks.async_read(clocks.token(w.index, lanes), agent, epoch, granules, line)
         if found:
             w.report(found[0], f"{what}: {found[1]}", line)
     return agent, epoch
@@ -272,7 +269,9 @@ def _take_shared(w, begin: int, size: int, line: int, what: str) -> np.ndarray:
 
 def _store(w, x, lane: int, source: int, size: int, text: str, read, write) -> None:
     """A copy or reduction of a bulk group: `read` takes from shared memory, `write` goes to global memory, both later."""
-    agent, epoch = _read_shared(w, _granules(source, size), ("bulk of warp and lane", w.index, lane), x.line, text)
+    agent, epoch = _read_shared(
+        w, [lane], _granules(source, size), ("bulk of warp and lane", w.index, lane), x.line, text
+    )
     op = w.issue(None, text, x.line, [_guarded(w, x.line, read), _guarded(w, x.line, write)])
     op.agent, op.epoch = agent, epoch
     w.bulk_open.setdefault(lane, []).append(op)
@@ -351,7 +350,7 @@ def _tensor_store(w, x, lane: int, tensor_map, at, source: int, kind: str | None
 
 
 def _bulk_commit(w, R, m) -> None:
-    """cp.async.bulk.commit_group: a group of each executing thread (bulk and tensor copy completion instructions)."""
+    """cp.async.bulk.commit_group: a group of each executing thread (9.7.9.27.2.1)."""
     for lane in lanes_of(m):
         lane = int(lane)
         w.bulk_groups.setdefault(lane, []).append(w.bulk_open.pop(lane, []))
@@ -380,7 +379,7 @@ def _gate_bulk_wait(program, x: Instruction):
 
 
 def _wait_done(w, m, x: Instruction) -> None:
-    """The warp has seen its groups' reads: their epochs are known to it."""
+    """A lane has seen its groups' reads: their epochs are known to it (9.7.9.27.2.2)."""
     pending = x.operands[0].value
     clocks = w.cta.clocks
     for lane in lanes_of(m):
@@ -388,7 +387,7 @@ def _wait_done(w, m, x: Instruction) -> None:
         done = groups[: max(0, len(groups) - pending)]
         for group in done:
             for op in group:
-                clocks.now[w.index, op.agent] = max(clocks.now[w.index, op.agent], op.epoch)
+                clocks.learn(w.index, [lane], NOW, op.agent, op.epoch)
         if all(op.done for g in done for op in g):
             w.bulk_groups[int(lane)] = groups[len(done) :]
 
@@ -409,17 +408,22 @@ def _build_wgmma(program, x: Instruction):
     kinds = parts[-3:]
     wide = formats.bf16_to_f32 if kinds[1] == "bf16" else formats.f16_to_f32
     d = [r.index for r in x.operands[0].items]
-    if len(d) != n // 2:
-        raise PtxError(f"{len(d)} accumulators for n = {n}")
+    if n % 8 or not 8 <= n <= 256 or len(d) != n // 2:
+        raise PtxError(f"{len(d)} accumulators for n = {n}, expected n / 2 for a multiple of 8 up to 256 (9.7.15.2)")
     a_registers = isinstance(x.operands[1], Vector)
     a_indices = [r.index for r in x.operands[1].items] if a_registers else None
     a_descriptor = None if a_registers else reader(program, x.operands[1], 8)
     b_descriptor = reader(program, x.operands[2], 8)
     scale_d = reader(program, x.operands[3], 0)
     rest = [o.value for o in x.operands[4:]]
-    negate_a, negate_b = rest[0], rest[1]
-    transposed_a = bool(rest[2]) if not a_registers else False
-    transposed_b = bool(rest[-1]) if len(rest) > 2 else False
+    scales, transposes = rest[:2], rest[2:]
+    if len(transposes) != (1 if a_registers else 2) or {*scales} - {1, -1} or {*transposes} - {0, 1}:
+        raise PtxError(
+            f"{x.opcode} with scales {scales} and transpositions {transposes}, expected 1 or -1 of A and B; 0 or 1 of "
+            "matrices in shared memory (9.7.15.5.2)"
+        )
+    negate_a, negate_b = scales
+    transposed_a, transposed_b = bool(transposes[0]) and not a_registers, bool(transposes[-1])
     rows, columns = layouts.wgmma_accumulator(n)
     a_rows, a_columns = layouts.wgmma_a_fragment()
     registers = sum(program.wgmma_registers[i] for i in {*d, *(a_indices or [])})
@@ -427,10 +431,10 @@ def _build_wgmma(program, x: Instruction):
     def mma(w, R, m):
         if m is not None:
             w.report("illegal", "wgmma in a diverged warp")
-        accumulate = bool(scale_d(w, R)[0])
+        accumulate = bool(uniform(w, scale_d(w, R), m, "scale-d of wgmma"))
         _check_fenced(w, R, (a_indices or []) + (d if accumulate else []), d, registers)
-        b_at = _uniform(w, b_descriptor(w, R))
-        a_at = None if a_registers else _uniform(w, a_descriptor(w, R))
+        b_at = uniform(w, b_descriptor(w, R), m, "descriptor B of wgmma")
+        a_at = None if a_registers else uniform(w, a_descriptor(w, R), m, "descriptor A of wgmma")
         w.cta.execute_together(w, "wgmma", (x.line, a_at, b_at, accumulate))
         try:
             b_offsets, b_granules = _operand(b_at, n, 16, transposed_b, None, w)
@@ -444,7 +448,7 @@ def _build_wgmma(program, x: Instruction):
         except LayoutError as error:
             _report_layout(w, error, x.line)
             return
-        agent, epoch = _read_shared(w, granules, ("wgmma of warp", w.index), x.line, "wgmma")
+        agent, epoch = _read_shared(w, None, granules, ("wgmma of warp", w.index), x.line, "wgmma")
         old = _accumulator(w, R, d) if accumulate else None
         block = np.full((n // 2, LANES), ACCUMULATOR_POISON, U32)
         for i, register in enumerate(d):
@@ -476,12 +480,6 @@ def _build_wgmma(program, x: Instruction):
         w.wgmma_open.append(op)
 
     return mma
-
-
-def _uniform(w, descriptor: np.ndarray) -> int:
-    if (descriptor != descriptor[0]).any():
-        w.report("illegal", "wgmma with a descriptor that differs between the lanes of a warp")
-    return int(descriptor[0])
 
 
 def _accumulator(w, R: list, indices: list[int]) -> np.ndarray:
@@ -565,5 +563,5 @@ def _wgmma_waited(w, pending: int) -> None:
     done = groups[: max(0, len(groups) - pending)]
     for group in done:
         for op in group:
-            w.cta.clocks.now[w.index, op.agent] = max(w.cta.clocks.now[w.index, op.agent], op.epoch)
+            w.cta.clocks.learn(w.index, None, NOW, op.agent, op.epoch)
     w.wgmma_groups = groups[len(done) :]

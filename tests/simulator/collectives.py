@@ -155,6 +155,11 @@ def build_activemask(program, x: Instruction):
     return activemask
 
 
+def build_warp_sync(program, x: Instruction):
+    """9.7.13.2 bar.warp.sync: orders memory among the threads that take part; the other instructions here do not."""
+    return lambda w, R, m: w.cta.clocks.synchronise(w.index, w.lanes(m))
+
+
 def converged(w, m) -> bool:
     return m is None or not (w.alive & ~m).any()
 
@@ -180,4 +185,5 @@ def gate_converge(program, x: Instruction, mask_operand: int | None):
 
 COLLECTIVES = {
     "shfl": build_shfl, "vote": build_vote, "match": build_match, "redux": build_redux, "elect": build_elect,
+    "bar": build_warp_sync,
 }  # fmt: skip

@@ -59,13 +59,13 @@ class Mbarrier:
         self.transactions = 0
         self.phase = 0
         self.observed = 0  # phases that a test_wait or try_wait has seen complete
-        self.owner = self.owner_epoch = 0  # the warp that initialised it
+        self.owner = self.owner_lane = self.owner_epoch = 0  # the warp that initialised it, the agent of its lane
         self.fenced = False  # its initialisation is visible to the asynchronous proxy: ISA 9.0, 9.1 asks no fence
         self.clocks = clocks
         self.gathering = clocks.zero()
         self.done = clocks.zero()
 
-    def join(self, token) -> None:
+    def join(self, token: np.ndarray) -> None:
         join(self.gathering, token)
 
     def arrive(self, count: int) -> str | None:
@@ -82,7 +82,7 @@ class Mbarrier:
         if self.pending == 0 and self.transactions == 0:
             self.phase += 1
             self.pending = self.expected
-            self.done = tuple(np.maximum(a, b) for a, b in zip(self.done, self.gathering))
+            self.done = np.maximum(self.done, self.gathering)
             self.gathering = self.clocks.zero()
 
     def completed(self, parity: int) -> bool:
@@ -169,6 +169,10 @@ class Warp:
             "%laneid": np.arange(LANES, dtype=np.uint32),
             "%warpid": np.full(LANES, index, np.uint32),
         }
+
+    def lanes(self, mask: np.ndarray | None) -> np.ndarray | None:
+        """Numbers of the lanes of a mask for `Clocks`, None for all that have not exited."""
+        return None if mask is None or not (self.alive & ~mask).any() else np.flatnonzero(mask)
 
     def issue(self, key: object, text: str, line: int, stages: list) -> AsyncOp:
         """Makes an asynchronous operation; those of one `key` that is not None stay in order."""
@@ -322,7 +326,7 @@ class Cta:
         self.in_flight: list[AsyncOp] = []
         self.in_flight_limit = 64
         self.tensor = None  # tensor.TensorMemory
-        self.cluster_clocks: dict[int, tuple] = {}  # what every phase of barrier.cluster releases
+        self.cluster_clocks: dict[int, np.ndarray] = {}  # what every phase of barrier.cluster releases
         self._together: dict[tuple, list] = {}  # see execute_together
 
     def execute_together(self, warp: Warp, what: str, key: object) -> None:

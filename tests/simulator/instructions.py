@@ -215,7 +215,7 @@ def build(program, x: Instruction):
     if op in ("bar", "barrier"):
         action = next((p for p in x.parts[1:] if p in ("warp", "arrive", "sync", "red")), None)
         if action == "warp":
-            return _nothing(program, x)
+            return collectives.collective(program, x)
         return (
             synchronisation.build_barrier_arrive(program, x)
             if action == "arrive"

@@ -163,23 +163,41 @@ def operand_offsets(start: int, leading: int, stride: int, width: int, mn: int, 
     return swizzle(address, width)
 
 
+def check_zero(what: str, descriptor: int, section: str, fields: tuple[tuple[int, int, str], ...]) -> None:
+    """Fields (first bit, bits, name) that must be 0.
+
+    Raises:
+        LayoutError: one is not.
+    """
+    for first, bits, name in fields:
+        value = descriptor >> first & (1 << bits) - 1
+        if value:
+            raise LayoutError(f"{what} {descriptor:#x}: {name} is {value}, must be 0 ({section})")
+
+
 def wgmma_descriptor(descriptor: int) -> tuple[int, int, int, int]:
     """(start, leading bytes, stride bytes, swizzle width) of an sm_90 matrix descriptor (PTX ISA 9.7.15.5.1.2.2)."""
     if descriptor >> 49 & 7:
         raise LayoutError(f"wgmma descriptor {descriptor:#x}: a base offset is not modelled")
+    fields = (14, 2, "bits 14-15"), (30, 2, "bits 30-31"), (46, 3, "bits 46-48"), (52, 10, "bits 52-61")
+    check_zero("wgmma descriptor", descriptor, "9.7.15.5.1.2.2", fields)
     width = {0: 0, 1: 128, 2: 64, 3: 32}[descriptor >> 62 & 3]
     return (descriptor & 0x3FFF) << 4, (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4, width
 
 
 def tcgen05_descriptor(descriptor: int) -> tuple[int, int, int, int]:
-    """The same of an sm_100 descriptor (PTX ISA 9.7.16.4.1): version field 0b001 in bits 46-48, swizzle in 61-63."""
+    """The same of an sm_100 descriptor for kind::f16 (PTX ISA 9.7.16.4.1): bits 46-48 are 0b001, swizzle in 61-63."""
     if descriptor >> 46 & 7 != 1:
-        raise LayoutError(f"tcgen05 descriptor {descriptor:#x}: bits 46-48 must be 0b001")
+        raise LayoutError(f"tcgen05 descriptor {descriptor:#x}: bits 46-48 must be 0b001 (9.7.16.4.1)")
     if descriptor >> 49 & 7 or descriptor >> 52 & 1:
         raise LayoutError(f"tcgen05 descriptor {descriptor:#x}: base offset and absolute mode are not modelled")
+    fields = (14, 2, "bits 14-15"), (30, 2, "bits 30-31"), (53, 8, "the constant of bits 53-60")
+    check_zero("tcgen05 descriptor", descriptor, "9.7.16.4.1", fields)
     mode = descriptor >> 61 & 7
+    if mode == 1:  # of MN-major operands only (9.7.16.3), which other kinds than tf32 may not have in it (9.7.16.4.2)
+        raise LayoutError(f"tcgen05 descriptor {descriptor:#x}: kind::f16 with 32-byte atomic swizzle (9.7.16.4.2)")
     if mode not in (0, 2, 4, 6):
-        raise LayoutError(f"tcgen05 descriptor {descriptor:#x}: swizzle mode {mode} is not modelled")
+        raise LayoutError(f"tcgen05 descriptor {descriptor:#x}: swizzle mode {mode}, there is none (9.7.16.4.1)")
     width = {0: 0, 2: 128, 4: 64, 6: 32}[mode]
     return (descriptor & 0x3FFF) << 4, (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4, width
 

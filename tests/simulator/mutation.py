@@ -11,7 +11,7 @@ from .ptx import PtxError
 
 # Lines that are deleted, one at a time.
 DELETED = re.compile(
-    r"^(mbarrier\.(init|arrive|expect_tx)|fence\.|bar(rier)?\.(cta\.)?(sync|arrive)|wgmma\.(fence|commit_group|wait_group)|"
+    r"^(mbarrier\.(init|arrive|expect_tx)|fence\.|bar(rier)?\.(cta\.)?(sync|arrive)|bar\.warp\.sync|wgmma\.(fence|commit_group|wait_group)|"
     r"cp\.async\.bulk\.(commit_group|wait_group)|tcgen05\.(wait|commit|fence|relinquish|dealloc)|griddepcontrol)"
 )
 
@@ -40,6 +40,9 @@ def mutations(text: str) -> list[Mutation]:
         body = re.sub(r"^@!?%\w+\s+", "", code)
         if DELETED.match(body) and not _covered(lines, number):
             add(number, "", "deleted")
+        if code.startswith("fence.proxy.async"):
+            one = "{ .reg .pred one; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;"
+            add(number, f"{one}\n@one {code} }}", "by one lane")
         waited = re.match(r"mbarrier\.try_wait\S*\s+([\w%]+),", body)
         if waited:
             add(number, f"setp.eq.u32 {waited.group(1)}, 0, 0;", "wait dropped")
@@ -80,7 +83,14 @@ def mutations(text: str) -> list[Mutation]:
 
 
 def _covered(lines: list[str], number: int) -> bool:
-    """A tcgen05.wait::ld before another one, with nothing handed over between them: uses wait for their loads anyway."""
+    """What its successor does anyway, with nothing accessed or handed over between them.
+
+    A tcgen05.wait::ld before another one: uses wait for their loads. A bar.warp.sync before a tcgen05.alloc or a
+    barrier, for which the warp converges.
+    """
+    if "bar.warp.sync" in lines[number]:
+        after = (line for line in lines[number + 1 :] if re.search(r"tcgen05|mbarrier|cp\.|bra|\.shared\.|bar\.", line))
+        return re.search(r"tcgen05\.alloc|bar\.sync", next(after, "")) is not None
     if "tcgen05.wait::ld" not in lines[number]:
         return False
     after = (line for line in lines[number + 1 :] if re.search(r"tcgen05\.(wait::ld|fence::before|dealloc)", line))
@@ -108,12 +118,16 @@ def _tensor_faults(code: str) -> list[tuple[str, str]]:
         faults.append(("accumulator +32", xored(target, 32, code)))
         if in_tensor_memory:
             faults.append(("A +8 columns", xored(a, 8, code)))
-        else:
-            faults.append(("A transposed", xored(instruction, 1 << 15, code)))
+        faults.append(("A transposed", xored(instruction, 1 << 15, code)))
         faults.append(("B transposed", xored(instruction, 1 << 16, code)))
         faults.append(("stride of B", xored(b, 1 << 38, code)))
     access = re.match(r"tcgen05\.(?:ld|st)\S*?\.b32\s*.*\[(%r\w+)(?:\s*\+\s*\d+)?\]", code)
     if access:
+        varying = access.group(1)
+        upper = (
+            f"{{ .reg .b32 wrong; mov.u32 wrong, %laneid; shr.u32 wrong, wrong, 4; add.s32 wrong, wrong, {varying};\n"
+        )
+        faults.append(("address of half the lanes +1", f"{upper}{code.replace(varying, 'wrong')} }}"))
         faults.append(("column +32", xored(access.group(1), 32, code)))
         faults.append(("next lane quarter", xored(access.group(1), 32 << 16, code)))
     return faults

@@ -120,6 +120,14 @@ def lanes_of(mask) -> np.ndarray:
     return ALL_LANES if mask is None else np.flatnonzero(mask)
 
 
+def uniform(w, values: np.ndarray, mask, what: str) -> int:
+    """The value of an operand that every lane must give alike; reported as illegal where they differ."""
+    values = values if mask is None else values[mask]
+    if (values != values[0]).any():
+        w.report("illegal", f"{what} differs between the lanes of a warp")
+    return int(values[0])
+
+
 def items_of(operand) -> tuple:
     return operand.items if isinstance(operand, Vector) else (operand,)
 

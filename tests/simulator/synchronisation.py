@@ -8,7 +8,7 @@ from .clocks import join
 from .collectives import converged, gate_converge
 from .cta import FULL, LANES, BarrierPhase, Converge, Mbarrier, Wait
 from .formats import U32, U64
-from .operands import lanes_of, put, reader, shared_address
+from .operands import lanes_of, put, reader, shared_address, uniform
 from .ptx import Address, Instruction, Register, Sink
 
 # ---- barriers of warps and CTAs (9.7.13.1, 9.7.13.2) ---------------------------------------------
@@ -23,6 +23,13 @@ def _barrier_operands(program, x: Instruction):
     number = reader(program, ops[0], 4)
     count = reader(program, ops[1], 4) if len(ops) > 1 else None
     return number, count, predicate
+
+
+def _barrier_values(w, R, m, number, count) -> tuple[int, int | None]:
+    """Number and thread count: a warp executes a barrier as one (9.7.13.1)."""
+    return uniform(w, number(w, R), m, "the number of a barrier (9.7.13.1)"), (
+        uniform(w, count(w, R), m, "the thread count of a barrier (9.7.13.1)") if count else None
+    )
 
 
 def _barrier_arrive(w, x: Instruction, number: int, count: int | None, votes) -> tuple:
@@ -45,7 +52,7 @@ def _barrier_arrive(w, x: Instruction, number: int, count: int | None, votes) ->
     if barrier.arrived > count:
         w.report("barrier", f"barrier {number}: more than {count} threads arrive", x.line)
     phase = barrier.phase
-    join(phase.known, cta.clocks.release(w.index))
+    join(phase.known, cta.clocks.release(w.index, None))
     if votes is not None:
         phase.count += int(votes.sum())
         phase.all &= bool(votes.all())
@@ -68,8 +75,8 @@ def gate_barrier(program, x: Instruction):
     def gate(w, R, m):
         if not converged(w, m):
             return Converge("the other lanes of its warp at a barrier")
-        lane = lanes_of(m)[0]
-        n, c = int(number(w, R)[lane]), int(count(w, R)[lane]) if count else None
+        w.line = x.line
+        n, c = _barrier_values(w, R, m, number, count)
         votes = predicate(w, R)[FULL if m is None else m] if predicate else None
         barrier, phase = _barrier_arrive(w, x, n, c, votes)
         w.barrier_phase = phase
@@ -90,7 +97,7 @@ def build_barrier(program, x: Instruction):
 
     def barrier_done(w, R, m):
         phase = w.barrier_phase
-        w.cta.clocks.acquire(w.index, phase.known)
+        w.cta.clocks.acquire(w.index, None, phase.known)
         if op == "popc":
             put(R, x.operands[0], np.full(LANES, phase.count, U32), m)
         elif op:
@@ -103,8 +110,7 @@ def build_barrier_arrive(program, x: Instruction):
     number, count, _ = _barrier_operands(program, x)
 
     def arrive(w, R, m):
-        lane = lanes_of(m)[0]
-        _barrier_arrive(w, x, int(number(w, R)[lane]), int(count(w, R)[lane]), None)
+        _barrier_arrive(w, x, *_barrier_values(w, R, m, number, count), None)
 
     return arrive
 
@@ -120,14 +126,14 @@ def build_cluster_barrier(program, x: Instruction):
         clocks = w.cta.clocks
         gathering = w.cta.cluster_clocks.setdefault(w.cluster_arrivals, clocks.zero())
         if "relaxed" not in x.parts:
-            join(gathering, clocks.release(w.index))
+            join(gathering, clocks.release(w.index, None))
         w.machine.progress += 1
 
     def wait(w, R, m):
         if w.cluster_waits == w.cluster_arrivals:
             w.report("barrier", "barrier.cluster.wait without a barrier.cluster.arrive before it")
         else:
-            w.cta.clocks.acquire(w.index, w.cta.cluster_clocks[w.cluster_arrivals])
+            w.cta.clocks.acquire(w.index, None, w.cta.cluster_clocks[w.cluster_arrivals])
         w.cluster_waits = w.cluster_arrivals
 
     return arrive if "arrive" in x.parts else wait
@@ -160,7 +166,7 @@ def mbarrier_at(w, address: int, line: int):
         if address % 8:
             w.report("misaligned", f"mbarrier at {address:#x}", line)
         w.report("barrier", f"the mbarrier at {address:#x} is not initialised", line)
-    elif barrier.owner != w.index and w.cta.clocks.now[w.index, barrier.owner] < barrier.owner_epoch:
+    elif barrier.owner != w.index and not w.cta.clocks.knows(w.index, barrier.owner_lane, barrier.owner_epoch):
         w.report("race", f"the mbarrier at {address:#x} is used without an ordering after its mbarrier.init", line)
     return barrier
 
@@ -184,7 +190,9 @@ def build_mbarrier(program, x: Instruction):
                 if address in w.cta.mbarriers:
                     w.report("barrier", f"mbarrier.init of the live mbarrier at {address:#x}, without mbarrier.inval")
                 barrier = w.cta.mbarriers[address] = Mbarrier(n, w.cta.clocks)
-                barrier.owner, barrier.owner_epoch = w.index, int(w.cta.clocks.now[w.index, w.index])
+                clocks = w.cta.clocks
+                barrier.owner, barrier.owner_lane = w.index, clocks.lanes(w.index).start + int(lane)
+                barrier.owner_epoch = int(clocks.epoch[w.index])
                 w.cta.shared.mark(address, address + 8)
                 w.cta.clocks.barrier[address // 4 : address // 4 + 2] = True
             w.machine.progress += 1
@@ -240,11 +248,11 @@ def _build_mbarrier_arrive(program, x: Instruction):
 
     def arrive(w, R, m):
         states = np.zeros(LANES, U64)
-        token = w.cta.clocks.release(w.index)
-        if "relaxed" in parts:
-            token = w.cta.clocks.only_tensor(token)
-        for lane in lanes_of(m):
-            barrier = mbarrier_at(w, int(where(w, R)[lane]), x.line)
+        clocks, lanes, addresses = w.cta.clocks, lanes_of(m), where(w, R)
+        together = (addresses[lanes] == addresses[lanes[0]]).all()
+        token = clocks.token(w.index, w.lanes(m)) if together else None
+        for lane in lanes:
+            barrier = mbarrier_at(w, int(addresses[lane]), x.line)
             if barrier is None:
                 continue
             states[lane] = barrier.phase
@@ -259,10 +267,12 @@ def _build_mbarrier_arrive(program, x: Instruction):
                 w.report("barrier", f"arrival at mbarrier {int(where(w, R)[lane]):#x} {error}")
             if "noComplete" in parts and barrier.pending == 0:
                 w.report("barrier", f"arrive.noComplete completes mbarrier {int(where(w, R)[lane]):#x}")
-            barrier.join(token)
+            mine = token if together else clocks.token(w.index, [lane])
+            barrier.join(clocks.only_tensor(mine) if "relaxed" in parts else mine)
             if drop:
                 barrier.expected -= arrivals
             barrier.settle()
+        clocks.epoch[w.index] += 1
         w.machine.progress += 1
         if isinstance(state, Register):
             put(R, state, states, m)
@@ -328,17 +338,17 @@ def _build_mbarrier_wait(program, x: Instruction):
         if (addresses[lanes] == addresses[lanes[0]]).all() and (values[lanes] == values[lanes[0]]).all():
             barrier, done = _ready(w, R, lanes[0], where, state, parity, x.line)
             out[:] = done
-            seen = [barrier] if done and barrier else []
+            seen = [(barrier, w.lanes(m))] if done and barrier else []
         else:
             seen = []
             for lane in lanes:
                 barrier, out[lane] = _ready(w, R, lane, where, state, parity, x.line)
                 if out[lane] and barrier:
-                    seen.append(barrier)
-        for barrier in seen:
+                    seen.append((barrier, [lane]))
+        for barrier, who in seen:
             barrier.observed = barrier.phase
             relaxed = "relaxed" in x.parts
-            w.cta.clocks.acquire(w.index, w.cta.clocks.only_tensor(barrier.done) if relaxed else barrier.done)
+            w.cta.clocks.acquire(w.index, who, w.cta.clocks.only_tensor(barrier.done) if relaxed else barrier.done)
         put(R, target, out, m)
 
     return wait
@@ -407,7 +417,7 @@ def build_fence(program, x: Instruction):
 
 
 def _fence_proxy(w, R, m) -> None:
-    w.cta.clocks.fence_proxy(w.index)
+    w.cta.clocks.fence_proxy(w.index, w.lanes(m))
     _fence_mbarrier_init(w, R, m)
 
 

@@ -18,11 +18,13 @@ import numpy as np
 
 from . import formats, layouts
 from .accesses import write_memory
+from .clocks import KNOWN
 from .collectives import gate_converge
 from .cta import LANES, Wait
-from .formats import F32, U16, U32
+from .formats import F32, U16, U32, U64
 from .layouts import LayoutError
-from .operands import lanes_of, reader, shared_address
+from .memory import ALL_LANES
+from .operands import lanes_of, reader, shared_address, uniform
 from .ptx import Address, Immediate, Instruction, PtxError, Sink, Vector
 from .synchronisation import mbarrier_at
 
@@ -46,8 +48,8 @@ class TensorMemory:
         self.writer = np.full((HALVES, COLUMNS), -1, np.int16)
         self.write_epoch = np.zeros((HALVES, COLUMNS), np.int32)
         self.write_line = np.zeros((HALVES, COLUMNS), np.int32)
-        self.read_epoch = np.zeros((clocks.agents, HALVES, COLUMNS), np.int32)
-        self.read_line = np.zeros((clocks.agents, HALVES, COLUMNS), np.int32)
+        self.read_epoch = np.zeros((clocks.readers, HALVES, COLUMNS), np.int32)
+        self.read_line = np.zeros((clocks.readers, HALVES, COLUMNS), np.int32)
 
     def find(self, count: int) -> int | None:
         """First column of `count` free ones, aligned to `count`."""
@@ -144,9 +146,9 @@ def build(program, x: Instruction):
     if action == "wait__st":
         return lambda w, R, m: _waited(w, "st")
     if action == "fence__before_thread_sync":
-        return lambda w, R, m: w.cta.clocks.tensor_release(w.index)
+        return lambda w, R, m: w.cta.clocks.tensor_release(w.index, w.lanes(m))
     if action == "fence__after_thread_sync":
-        return lambda w, R, m: w.cta.clocks.tensor_acquire(w.index)
+        return lambda w, R, m: w.cta.clocks.tensor_acquire(w.index, w.lanes(m))
     return makers[action](program, x)
 
 
@@ -194,7 +196,8 @@ def _build_alloc(program, x: Instruction):
     count = reader(program, x.operands[1], 4)
 
     def alloc(w, R, m):
-        n = int(count(w, R)[0])
+        n = uniform(w, count(w, R), m, "the number of columns of tcgen05.alloc (9.7.16.7.1)")
+        target = uniform(w, where(w, R), m, "the address of tcgen05.alloc (9.7.16.7.1)")
         memory = tensor_memory(w.cta)
         if n < 32 or n > COLUMNS or n & (n - 1):
             w.report("illegal", f"tcgen05.alloc of {n} columns: expected a power of two in [32, 512]")
@@ -206,7 +209,7 @@ def _build_alloc(program, x: Instruction):
         memory.last_count = n
         base = memory.find(n)
         memory.owner[base : base + n] = base + 1
-        write_memory(w, "shared", where(w, R)[:1], [np.array([base], U32)], 4)
+        write_memory(w, "shared", np.array([target], U64), [np.array([base], U32)], 4, ALL_LANES[:1])
 
     return alloc
 
@@ -215,7 +218,8 @@ def _build_dealloc(program, x: Instruction):
     address, count = reader(program, x.operands[0], 4), reader(program, x.operands[1], 4)
 
     def dealloc(w, R, m):
-        base, n = int(address(w, R)[0]) & 0xFFFF, int(count(w, R)[0])
+        base = uniform(w, address(w, R), m, "the address of tcgen05.dealloc (9.7.16.7.1)") & 0xFFFF
+        n = uniform(w, count(w, R), m, "the number of columns of tcgen05.dealloc (9.7.16.7.1)")
         memory = tensor_memory(w.cta)
         if base + n > COLUMNS or not (memory.owner[base : base + n] == base + 1).all():
             w.report("illegal", f"tcgen05.dealloc of columns {base} + {n}, which are not one allocation")
@@ -224,7 +228,8 @@ def _build_dealloc(program, x: Instruction):
             if not op.done and op.text.startswith("tcgen05"):
                 w.report("race", f"tcgen05.dealloc while {op.text} of warp {op.warp} (line {op.line}) is in flight")
         agent, epoch = _next(w, "dealloc")
-        memory.access(w, agent, epoch, w.cta.clocks.tensor_known[w.index], slice(0, HALVES), base, n, True, w.line)
+        known = w.cta.clocks.known(w.index, None)[KNOWN]
+        memory.access(w, agent, epoch, known, slice(0, HALVES), base, n, True, w.line)
         memory.owner[base : base + n] = 0
         memory.data[:, base : base + n] = POISON
         memory.written[:, base : base + n] = False
@@ -315,19 +320,22 @@ def _build_transfer(program, x: Instruction):
         raise PtxError(f"{len(items)} registers, {part.registers} for {shape}.x{number}")
     address, offset = reader(program, place_operand.base, 4), place_operand.offset
     sources = [reader(program, v, 4) for v in items] if kind == "st" else None
-    bit = program.load_bits.get(id(x), 0)
+    bit, section = program.load_bits.get(id(x), 0), "9.7.16.8.3" if kind == "ld" else "9.7.16.8.4"
     same_registers = 0  # bits of the loads into them
     for r in items if kind == "ld" else ():
         same_registers |= 0 if isinstance(r, Sink) else program.load_registers[r.index]
 
     def transfer(w, R, m):
-        place = _place(w, int(address(w, R)[0]) + offset, part, x.line)
+        if not w.alive.all():
+            w.report("illegal", f"tcgen05.{kind} in a warp with exited lanes ({section})", x.line)
+        at = uniform(w, address(w, R), m, f"the address of tcgen05.{kind} ({section})")
+        place = _place(w, at + offset, part, x.line)
         if place is None:
             return
         lane, column = place
         memory = tensor_memory(w.cta)
         agent, epoch = _next(w, kind)
-        known, half = w.cta.clocks.tensor_known[w.index], lane // HALF
+        known, half = w.cta.clocks.known(w.index, None)[KNOWN], lane // HALF
         for begin, count in part.spans:
             halves = slice(half, half + part.halves)
             memory.access(w, agent, epoch, known, halves, column + begin, count, kind == "st", x.line)
@@ -359,7 +367,7 @@ def _build_transfer(program, x: Instruction):
 
 
 def _waited(w, kind: str) -> None:
-    known = w.cta.clocks.tensor_known[w.index]
+    known = w.cta.clocks.waited[w.index]
     for op in w.tensor_ops[kind]:
         known[op.agent] = max(known[op.agent], op.epoch)
     w.tensor_ops[kind].clear()
@@ -370,26 +378,40 @@ def _waited(w, kind: str) -> None:
 # ---- MMA (9.7.16.10) -----------------------------------------------------------------------------
 
 
-def decode_instruction(descriptor: int) -> tuple[int, int, str, str, bool, bool, bool]:
+# What an MMA of kind::f16 that is neither sparse nor .ws leaves 0: (first bit, bits, field).
+_ZERO_FIELDS = (
+    (0, 2, "the sparsity selector"), (2, 1, "sparsity"), (3, 1, "saturation"), (6, 1, "reserved bit 6"),
+    (23, 1, "reserved bit 23"), (29, 1, "reserved bit 29"), (30, 2, "the maximum shift of .ws"),
+)  # fmt: skip
+
+
+def decode_instruction(descriptor: int, a_tensor: bool) -> tuple[int, int, str, str, bool, bool, bool]:
     """(M, N, A kind, B kind, A transposed, B transposed, negated) of a kind::f16 descriptor (9.7.16.4.2).
 
+    Args:
+        a_tensor: A is in tensor memory.
+
     Raises:
-        LayoutError: reserved bits, sparsity, an F16 accumulator or an illegal shape.
+        LayoutError: a field that must be 0, an F16 accumulator, an operand format or shape there is not.
     """
-    if descriptor & 0b1111 or descriptor >> 6 & 1 or descriptor >> 23 & 1 or descriptor >> 29:
-        raise LayoutError(f"instruction descriptor {descriptor:#x}: sparsity, saturation or reserved bits are set")
+    layouts.check_zero("instruction descriptor", descriptor, "9.7.16.4.2", _ZERO_FIELDS)
     if descriptor >> 4 & 3 != 1:
         raise LayoutError(f"instruction descriptor {descriptor:#x}: only F32 accumulators are modelled")
     kinds = {0: "f16", 1: "bf16"}
     a, b = descriptor >> 7 & 7, descriptor >> 10 & 7
     if a not in kinds or b not in kinds:
-        raise LayoutError(f"instruction descriptor {descriptor:#x}: operand formats {a} and {b}")
+        raise LayoutError(f"instruction descriptor {descriptor:#x}: operand formats {a} and {b} (9.7.16.4.2)")
     n, m = (descriptor >> 17 & 0x3F) << 3, (descriptor >> 24 & 0x1F) << 4
     if m not in (64, 128):
         raise LayoutError(f"instruction descriptor {descriptor:#x}: M = {m}, expected 64 or 128")
     step = m // 8  # for M = 128 the ISA's table has steps of 8 too, CUTLASS asks for 16
     if n % step or not step <= n <= 256:
         raise LayoutError(f"instruction descriptor {descriptor:#x}: N = {n} is not a multiple of {step} up to 256")
+    if a_tensor and descriptor >> 15 & 1:
+        raise LayoutError(
+            f"instruction descriptor {descriptor:#x}: transpose A (bit 15, 9.7.16.4.2) is set, but A in tensor memory "
+            "is K-major"
+        )
     negated = bool(descriptor >> 13 & 1) != bool(descriptor >> 14 & 1)
     return m, n, kinds[a], kinds[b], bool(descriptor >> 15 & 1), bool(descriptor >> 16 & 1), negated
 
@@ -420,6 +442,8 @@ def _build_mma(program, x: Instruction):
     b_source, i_source = reader(program, ops[2], 8), reader(program, ops[3], 4)
     rest = ops[4:]
     disabled = [reader(program, v, 4) for v in rest.pop(0).items] if isinstance(rest[0], Vector) else None
+    if disabled is not None and len(disabled) != TMEM_LANES // 32:
+        raise PtxError(f"{len(disabled)} registers of disable-output-lane, 4 for cta_group::1 (9.7.16.10.9.1)")
     accumulate = reader(program, rest.pop(0), 0)
     if rest and not (isinstance(rest[0], Immediate) and rest[0].value == 0):
         raise PtxError("scale-input-d is not modelled")
@@ -430,7 +454,7 @@ def _build_mma(program, x: Instruction):
             w.report("illegal", "tcgen05.mma executed by more than one thread")
         memory, clocks = tensor_memory(w.cta), w.cta.clocks
         try:
-            rows, n, kind_a, kind_b, a_mn, b_mn, negated = decode_instruction(int(i_source(w, R)[lane]))
+            rows, n, kind_a, kind_b, a_mn, b_mn, negated = decode_instruction(int(i_source(w, R)[lane]), a_tensor)
             b_offsets, granules = _operand(w, int(b_source(w, R)[lane]), n, b_mn)
             if not a_tensor:
                 a_offsets, a_granules = _operand(w, int(a_source(w, R)[lane]), rows, a_mn)
@@ -449,7 +473,8 @@ def _build_mma(program, x: Instruction):
         halves = slice(0, HALVES) if rows == 128 else slice(first // HALF, HALVES, 2)
         adds = bool(accumulate(w, R)[lane])
         agent, epoch = _next(w, "mma", (rows, n, d) if w.machine.mma_order == "isa" else ())
-        known = clocks.tensor_known[w.index]
+        table = clocks.known(w.index, [lane])
+        known = table[KNOWN]
         if a_tensor:
             a_place = (int(a_source(w, R)[lane]) + a_offset) & 0xFFFFFFFF
             a_column = a_place & 0xFFFF
@@ -462,8 +487,7 @@ def _build_mma(program, x: Instruction):
             memory.access(w, agent, epoch, known, halves, column, n, False, x.line)
         memory.access(w, agent, epoch, known, halves, column, n, True, x.line)
         if w.machine.track:
-            snapshot = clocks.now[w.index], clocks.proxy[w.index]
-            found = clocks.async_read(snapshot, w.index, agent, epoch, granules, x.line)
+            found = clocks.async_read(table, agent, epoch, granules, x.line)
             if found:
                 w.report(found[0], f"tcgen05.mma: {found[1]}", x.line)
         off = None
@@ -498,7 +522,7 @@ def _build_mma(program, x: Instruction):
 
         op = w.issue(("tcgen05.mma", w, agent), "tcgen05.mma", x.line, [act])
         op.agent, op.epoch = agent, epoch
-        op.known = known.copy()
+        op.known = known
         w.tensor_last[agent] = op
 
     return mma
@@ -521,7 +545,7 @@ def _build_commit(program, x: Instruction):
                 "proxy_fence", f"tcgen05.commit to the mbarrier at {address:#x}, initialised without a fence", x.line
             )
         clocks = w.cta.clocks
-        token = [v.copy() for v in clocks.token(w.index)]
+        token = clocks.token(w.index, [lane])
         earlier = list(w.tensor_last.values())
         for op in earlier:
             np.maximum(token[2], op.known, out=token[2])  # what the MMA was ordered after came before it

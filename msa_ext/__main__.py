@@ -1,4 +1,4 @@
-"""`python -m msa_ext demo | info`."""
+"""`msa_ext demo | info`, also as `python -m msa_ext`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import demo, support
+from . import __version__, demo, support
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="msa_ext", description="Training backward of MiniMax Sparse Attention.")
+    parser.add_argument("--version", action="version", version=f"msa_ext {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     show = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
     demo_parser = commands.add_parser("demo", help="run and check a backward on a real pack", **show)

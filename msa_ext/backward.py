@@ -50,6 +50,7 @@ def run_backward(
             entries are skipped and reported by `msa_ext.debug.last_flags` (an exception under MSA_CHECK=1).
         softmax_scale: default `128 ** -0.5`.
         dq_accum: "bf16", "fp16" or "fp32", how dQ is accumulated; default: the backend's, see `support.explain`.
+            The reference takes all three and accumulates in float32.
         deterministic: bitwise reproducible results; only the reference offers it.
         backend: "reference", "simple", "sm90", ...; default by device.
         kv_grad_dtype: torch.bfloat16, or torch.float32 for unrounded dk and dv.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +49,19 @@ class _Clock:
             torch.cuda.synchronize(self.device)
         self.steps.append(Step(name, 1e3 * (time.perf_counter() - begin)))
         return result
+
+
+def _bar(name: str, work: Callable[[], Any]) -> Callable[[], Any]:
+    """`work` with a progress bar on what the reference computes in it."""
+
+    def run() -> Any:
+        token = reference.PROGRESS.set(name)
+        try:
+            return work()
+        finally:
+            reference.PROGRESS.reset(token)
+
+    return run
 
 
 def select_blocks(index_q: Tensor, index_k: Tensor, lengths: list[int], progress: bool = False) -> Tensor:
@@ -129,8 +144,14 @@ def run(pack: str, num_tokens: int, device_name: str, seed: int, save: Path | No
             "--device: expected a GPU that a built backend runs on for cuda, got none (`python -m msa_ext info` says "
             "why); try --device cpu"
         )
+    if not -(2**63) <= seed < 2**64:  # what torch.Generator takes
+        raise ValueError(f"--seed: expected a value in [-2**63, 2**64 - 1], got {seed}")
     if save is not None and not save.parent.is_dir():
         raise ValueError(f"--save: expected a file in an existing folder, got {save}")
+    if save is not None and save.is_dir():
+        raise ValueError(f"--save: expected a file, got the folder {save}")
+    if save is not None and not os.access(save if save.exists() else save.parent, os.W_OK):
+        raise ValueError(f"--save: expected a file that can be written, got {save}")
     device = torch.device(device_name, 0) if device_name == "cuda" else torch.device("cpu")
 
     lengths = packs[pack].document_lengths(num_tokens)
@@ -153,11 +174,11 @@ def run(pack: str, num_tokens: int, device_name: str, seed: int, save: Path | No
 
     topk = clock.run("select blocks", lambda: select_blocks(index_q, index_k, lengths, progress=True))
     schedule = clock.run("build schedule", lambda: build_schedule(topk, cu_seqlens))
-    out, lse = clock.run("forward (reference)", lambda: reference.forward(q, k, v, schedule))
+    out, lse = clock.run("forward (reference)", _bar("forward", lambda: reference.forward(q, k, v, schedule)))
     if device.type == "cuda":
         run_backward(q, k, v, grad_out, lse, out, schedule)  # module load is not the kernel's time
         torch.cuda.synchronize(device)
-    gradients = clock.run("backward", lambda: run_backward(q, k, v, grad_out, lse, out, schedule))
+    gradients = clock.run("backward", _bar("backward", lambda: run_backward(q, k, v, grad_out, lse, out, schedule)))
     problem = oracle.Problem(
         q.cpu(),
         k.cpu(),
@@ -167,6 +188,7 @@ def run(pack: str, num_tokens: int, device_name: str, seed: int, save: Path | No
         starts[:-1],
         [0] * len(lengths),
         HEAD_DIM**-0.5,
+        progress="check",
     )
     backend = gpu_backend if device.type == "cuda" else support.REFERENCE
     cpu = [x.cpu() for x in (grad_out, lse, out)]

@@ -8,12 +8,17 @@ Every kernel is held to it. Memory is linear in T.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from .schedule import BLOCK_KEYS, MSABackwardSchedule
+
+# Name of the progress bar over the schedule's items; None shows none.
+PROGRESS: ContextVar[str | None] = ContextVar("PROGRESS", default=None)
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,10 @@ def _segments(schedule: MSABackwardSchedule) -> Iterator[_Segment]:
     starts = schedule.document_workspace_starts.tolist()
     offsets = [0] * len(starts) if schedule.query_offsets is None else schedule.query_offsets.tolist()
     key_in_block = torch.arange(BLOCK_KEYS, device=device)
-    for head, row, begin, size, entry, local_block in items:
+    name = PROGRESS.get()
+    for head, row, begin, size, entry, local_block in tqdm(
+        items, desc=name, unit="item", disable=name is None, leave=False
+    ):
         first_edge = row_ptr[head][row] + begin
         query = schedule.q_indices[head, first_edge : first_edge + size].long()
         position = offsets[entry] + query

@@ -81,6 +81,7 @@ def explain() -> str:
         others = [accum for accum in backend.dq_accums if accum != backend.default_dq_accum]
         accums = ", ".join([backend.default_dq_accum, *others])
         lines.append(f"{backend.name:10} {backend.runs_on:24} {accums:26} {'yes' if backend.deterministic else 'no'}")
+    lines.append("reference takes every dq_accum and accumulates in float32 whichever is named")
     lines.append(f"built architectures: {archs}")
     lines += [f"  {line}" for line in _devices(problem)]
     if problem:

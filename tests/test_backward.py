@@ -240,6 +240,8 @@ def test_cpu_options():
     dq, dk, dv = run_backward(**named)
     assert dq.dtype == dk.dtype == dv.dtype == torch.bfloat16
     wide = run_backward(**named, kv_grad_dtype=torch.float32, deterministic=True, backend="reference", dq_accum="fp16")
+    for accum in ("bf16", "fp16", "fp32"):  # as explain() says: all the same
+        assert torch.equal(run_backward(**named, dq_accum=accum)[0], dq)
     assert wide[1].dtype == torch.float32 and torch.equal(wide[1].bfloat16(), dk)
     halved = run_backward(**named, softmax_scale=0.5 * 128**-0.5)
     assert not torch.equal(halved[0], dq)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import msa_ext
 from msa_ext.__main__ import main
 from msa_ext.demo import select_blocks
 from msa_ext.packs import load_packs
@@ -38,10 +39,15 @@ def test_demo_fails_on_wrong_gradients(monkeypatch, capsys):
     [
         (["--pack", "pack_0"], "--pack: expected one of pack_11, pack_12"),
         (["--save", "no/such/folder/x.safetensors"], "--save: expected a file in an existing folder, got no/such"),
+        (["--save", "."], r"--save: expected a file, got the folder \."),
+        (["--seed", "99999999999999999999999"], r"--seed: expected a value in \[-2\*\*63, 2\*\*64 - 1\], got 9999"),
         (["--tokens", "0"], r"--tokens: expected a value in \[1, 196608\], got 0"),
     ],
 )
-def test_demo_rejects(arguments, message, capsys):
+def test_demo_rejects(arguments, message, capsys, monkeypatch):
+    from msa_ext import demo
+
+    monkeypatch.setattr(demo, "select_blocks", lambda *a, **k: pytest.fail("computed before the options were checked"))
     with pytest.raises(SystemExit) as exit_info:
         main(["demo", *arguments])
     assert exit_info.value.code == 2
@@ -67,6 +73,19 @@ def test_help(capsys):
             main(arguments)
         assert exit_info.value.code == 0
     assert "token budget" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"msa_ext {msa_ext.__version__}\n"
+
+
+def test_demo_shows_its_progress(capsys):
+    assert main(["demo", "--tokens", "64", "--device", "cpu"]) == 0
+    bars = capsys.readouterr().err
+    assert all(f"{name}:" in bars for name in ("select", "forward", "backward", "check"))
 
 
 def test_info(capsys):

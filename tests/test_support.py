@@ -12,6 +12,7 @@ from msa_ext import _runtime, support
 
 def test_explain_lists_every_backend():
     text = support.explain()
+    assert "reference takes every dq_accum and accumulates in float32" in text
     assert "reference" in text and "built architectures" in text
     try:
         names = list(support.cuda_backends())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 _CHUNK_TOKENS = 512
 
@@ -31,16 +32,19 @@ class Problem:
     starts: Sequence[int]
     offsets: Sequence[int]
     softmax_scale: float
+    progress: str | None = None  # name of a progress bar over the chunks
 
     def chunks(self) -> Iterator[tuple[int, int, int, int]]:
         """(first token, end token, first workspace row, first position) of up to 512 tokens of one entry.
 
         The chunk's last token sees keys at positions below first position + number of tokens, no others.
         """
+        chunks = []
         for b, (start, offset) in enumerate(zip(self.starts, self.offsets)):
             first, end = self.cu_seqlens[b : b + 2]
             for begin in range(first, end, _CHUNK_TOKENS):
-                yield begin, min(begin + _CHUNK_TOKENS, end), start, offset + begin - first
+                chunks.append((begin, min(begin + _CHUNK_TOKENS, end), start, offset + begin - first))
+        yield from tqdm(chunks, desc=self.progress, unit="chunk", disable=self.progress is None, leave=False)
 
     def mask(self, tokens: Tensor, positions: Tensor, head: int, key_begin: int, key_end: int) -> Tensor:
         """bool `[tokens, keys]`: key position in [key_begin, key_end) is selected and not in the future."""

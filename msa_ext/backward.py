@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _cuda_backward, _runtime, _validate, reference, support
+from ._cuda_backward import Arguments
 from .schedule import BLOCK_KEYS, MSABackwardSchedule, align_kv, build_schedule, unalign_kv
 
 __all__ = ["MSABackwardSchedule", "align_kv", "build_schedule", "run_backward", "unalign_kv"]
@@ -16,22 +16,6 @@ __all__ = ["MSABackwardSchedule", "align_kv", "build_schedule", "run_backward", 
 HEAD_DIM = 128
 CUDA_GROUPS = (16, 8)
 DQ_ACCUMS = ("bf16", "fp16", "fp32")
-
-
-class Arguments(NamedTuple):
-    """Validated operands and outputs of one call."""
-
-    q: Tensor
-    k_aligned: Tensor
-    v_aligned: Tensor
-    grad_out: Tensor
-    lse: Tensor
-    out: Tensor
-    schedule: MSABackwardSchedule
-    softmax_scale: float
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
 
 
 def run_backward(

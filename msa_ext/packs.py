@@ -13,7 +13,6 @@ class Rank:
     """A context-parallel rank: fragments `(document, first query, end query)` inside their documents."""
 
     rank: int
-    weight: int
     fragments: tuple[tuple[int, int, int], ...]
 
 
@@ -41,6 +40,6 @@ def load_packs() -> dict[str, Pack]:
     text = resources.files(__package__).joinpath("packs.json").read_text()
     packs = {}
     for raw in json.loads(text)["packs"]:
-        ranks = tuple(Rank(r["rank"], r["weight"], tuple(tuple(f) for f in r["fragments"])) for r in raw["ranks"])
+        ranks = tuple(Rank(r["rank"], tuple(tuple(f) for f in r["fragments"])) for r in raw["ranks"])
         packs[raw["name"]] = Pack(raw["name"], tuple(raw["cu_seqlens"]), ranks)
     return packs

@@ -6,8 +6,10 @@ Words: a *document* owns keys; an *entry* is a document, or a fragment of one, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +21,10 @@ MAX_ITEM_QUERIES = 4096
 DEFAULT_GROUP = 16
 
 
-def ceil_to_block(n):
+_Count = TypeVar("_Count", int, Tensor)
+
+
+def ceil_to_block(n: _Count) -> _Count:
     """The next multiple of 128 at or above `n` (an int or an integer tensor)."""
     return (n + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
 
@@ -106,6 +111,8 @@ class MSABackwardSchedule:
 
     def to(self, device: torch.device | str) -> MSABackwardSchedule:
         """The schedule with every tensor on `device`."""
+        for name, tensor in self.named_tensors():
+            _validate.tensor(name, tensor)
         return MSABackwardSchedule(**{name: tensor.to(device) for name, tensor in self.named_tensors()})
 
     def validate(
@@ -125,6 +132,7 @@ class MSABackwardSchedule:
         Raises:
             ValueError: naming the first offending entry of each kind of error.
         """
+        _validate.device_with_values("row_ptr", self.row_ptr)
         problems = _ContentCheck(self.to("cpu"), num_tokens, workspace_rows, group).problems()
         if problems:
             raise ValueError("schedule: " + "; ".join(problems))
@@ -152,7 +160,7 @@ class _ContentCheck:
             self._check_items()
         return self.found
 
-    def _first(self, bad: Tensor, describe) -> None:
+    def _first(self, bad: Tensor, describe: Callable[..., str]) -> None:
         index = bad.nonzero()
         if index.numel():
             self.found.append(describe(*index[0].tolist()))
@@ -220,7 +228,7 @@ class _ContentCheck:
         items = s.scheduler_metadata[: min(count, s.work_capacity)].long()
         head, row, begin, size, entry, block = items.unbind(1)
 
-        def check(column: str, bad: Tensor, expected) -> None:
+        def check(column: str, bad: Tensor, expected: Callable[[int], str]) -> None:
             values = items[:, _ITEM_COLUMNS.index(column)]
             self._first(bad, lambda i: f"scheduler_metadata[{i}].{column}: expected {expected(i)}, got {values[i]}")
 
@@ -285,8 +293,8 @@ class _ContentCheck:
 
     def _check_queries(self, items: Tensor, row_begin: Tensor) -> None:
         head, _, begin, size, entry, block = items.unbind(1)
-        item = torch.repeat_interleave(torch.arange(items.shape[0]), size)
-        within = torch.arange(item.shape[0]) - (torch.cumsum(size, 0) - size)[item]
+        item = torch.repeat_interleave(torch.arange(items.shape[0], device="cpu"), size)
+        within = torch.arange(item.shape[0], device="cpu") - (torch.cumsum(size, 0) - size)[item]
         offset = row_begin[item] + begin[item] + within
         query = self.s.q_indices[head[item], offset].long()
 
@@ -312,7 +320,7 @@ _ITEM_COLUMNS = ["index_head", "row", "q_begin", "q_count", "entry", "document_l
 
 def _lexicographic_order(*keys: Tensor) -> Tensor:
     """Indices that sort by the first key, then the second, and so on."""
-    order = torch.arange(keys[0].shape[0])
+    order = torch.arange(keys[0].shape[0], device=keys[0].device)
     for key in reversed(keys):
         order = order[torch.argsort(key[order], stable=True)]
     return order
@@ -350,20 +358,19 @@ def build_schedule(
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     _validate.tensor("topk", topk, dtype=torch.int32)
+    _validate.device_with_values("topk", topk)
     _validate.shape("topk", topk, ("Hkv", "T", "K"))
     if topk.shape[0] < 1:
         raise ValueError(f"topk: expected shape [Hkv >= 1, T, K], got {list(topk.shape)}")
     device = topk.device
-    for name, tensor, size in (
-        ("cu_seqlens", cu_seqlens, "entries + 1"),
-        ("document_workspace_starts", document_workspace_starts, None),
-        ("query_offsets", query_offsets, None),
-    ):
-        if tensor is None and size is None:
-            continue
-        _validate.tensor(name, tensor, dtype=torch.int32)
-        _validate.shape(name, tensor, (size or cu_seqlens.shape[0] - 1,))
-        _validate.device(name, tensor, device, "topk's")
+    _validate.tensor("cu_seqlens", cu_seqlens, dtype=torch.int32)
+    _validate.shape("cu_seqlens", cu_seqlens, ("entries + 1",))
+    _validate.device("cu_seqlens", cu_seqlens, device, "topk's")
+    for name, tensor in (("document_workspace_starts", document_workspace_starts), ("query_offsets", query_offsets)):
+        if tensor is not None:
+            _validate.tensor(name, tensor, dtype=torch.int32)
+            _validate.shape(name, tensor, (cu_seqlens.shape[0] - 1,))
+            _validate.device(name, tensor, device, "topk's")
     if cu_seqlens.shape[0] < 1:
         raise ValueError("cu_seqlens: expected shape [entries + 1 >= 1], got [0]")
     if query_offsets is not None and document_workspace_starts is None:
@@ -408,10 +415,10 @@ def build_schedule(
         flat_row = torch.searchsorted(item_end, item, right=True).clamp_max(heads * num_rows - 1)
         head, row = flat_row // num_rows, flat_row % num_rows
         begin = (item - (item_end - items_of_row.flatten())[flat_row]) * max_item_queries
-        size = (row_ptr.diff(dim=1).flatten()[flat_row] - begin).clamp_max(max_item_queries)
+        count = (row_ptr.diff(dim=1).flatten()[flat_row] - begin).clamp_max(max_item_queries)
         entry = torch.searchsorted(row_end, row, right=True).clamp_max(num_entries - 1)
         block = row - (row_end - row_count)[entry]
-        scheduler_metadata = torch.stack([head, row, begin, size, entry, block], dim=1)
+        scheduler_metadata = torch.stack([head, row, begin, count, entry, block], dim=1)
     return MSABackwardSchedule(
         row_ptr=row_ptr.to(torch.int32),
         q_indices=q_indices,
@@ -473,6 +480,7 @@ def align_kv(x: Tensor, cu_seqlens_k: Tensor, starts: Tensor | None = None) -> t
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     _validate.tensor("x", x)
+    _validate.device_with_values("x", x)
     _validate.shape("x", x, ("Tk", "Hkv", "D"))
     lengths = _document_lengths(x, cu_seqlens_k)
     padded = ceil_to_block(lengths)
@@ -495,6 +503,7 @@ def unalign_kv(x_aligned: Tensor, cu_seqlens_k: Tensor, starts: Tensor) -> Tenso
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     _validate.tensor("x_aligned", x_aligned)
+    _validate.device_with_values("x_aligned", x_aligned)
     _validate.shape("x_aligned", x_aligned, ("W", "Hkv", "D"))
     lengths = _document_lengths(None, cu_seqlens_k)
     rows = _workspace_rows(cu_seqlens_k, starts, lengths)
@@ -506,13 +515,14 @@ def unalign_kv(x_aligned: Tensor, cu_seqlens_k: Tensor, starts: Tensor) -> Tenso
 def _document_lengths(x: Tensor | None, cu_seqlens_k: Tensor) -> Tensor:
     _validate.tensor("cu_seqlens_k", cu_seqlens_k, dtype=torch.int32)
     _validate.shape("cu_seqlens_k", cu_seqlens_k, ("documents + 1",))
+    if x is not None:
+        _validate.device("cu_seqlens_k", cu_seqlens_k, x.device, "x's")
+    _validate.device_with_values("cu_seqlens_k", cu_seqlens_k)
     values = cu_seqlens_k.tolist()
     if not values or values[0] != 0 or any(a > b for a, b in zip(values, values[1:])):
         raise ValueError(f"cu_seqlens_k: expected non-decreasing offsets from 0, got {values}")
-    if x is not None:
-        _validate.device("cu_seqlens_k", cu_seqlens_k, x.device, "x's")
-        if values[-1] > x.shape[0]:
-            raise ValueError(f"cu_seqlens_k[-1]: expected at most Tk = {x.shape[0]}, got {values[-1]}")
+    if x is not None and values[-1] > x.shape[0]:
+        raise ValueError(f"cu_seqlens_k[-1]: expected at most Tk = {x.shape[0]}, got {values[-1]}")
     return cu_seqlens_k.long().diff()
 
 

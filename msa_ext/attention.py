@@ -108,13 +108,13 @@ def _autocast(x: Tensor) -> Tensor:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, topk: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _validate.tensor(name, tensor)
+        _validate.any_tensor(name, tensor)
     dtypes = _REFERENCE_DTYPES
     if q.dtype not in dtypes:
         raise TypeError(f"q: expected dtype torch.bfloat16 (on the CPU any float dtype), got {q.dtype}")
     for name, tensor in (("k", k), ("v", v)):
-        _validate.tensor(name, tensor, dtype=q.dtype)
-    _validate.tensor("topk", topk, dtype=torch.int32)
+        _validate.any_tensor(name, tensor, dtype=q.dtype)
+    _validate.any_tensor("topk", topk, dtype=torch.int32)
     for name, tensor, expected in (("q", q, ("T", "Hq", HEAD_DIM)), ("k", k, ("Tk", "Hkv", HEAD_DIM))):
         if tensor.dim() == 3 and tensor.shape[2] != HEAD_DIM:
             raise NotImplementedError(f"{name}: expected head_dim {HEAD_DIM}, got {list(tensor.shape)}")
@@ -147,13 +147,13 @@ def _check_layout(
     entry_documents: Tensor | None,
     device: torch.device,
 ) -> None:
-    _validate.tensor("cu_seqlens", cu_seqlens, dtype=torch.int32)
+    _validate.any_tensor("cu_seqlens", cu_seqlens, dtype=torch.int32)
     _validate.shape("cu_seqlens", cu_seqlens, ("entries + 1",))
     if cu_seqlens.shape[0] < 1:
         raise ValueError("cu_seqlens: expected shape [entries + 1 >= 1], got [0]")
     num_entries = cu_seqlens.shape[0] - 1
     if cu_seqlens_k is not None:
-        _validate.tensor("cu_seqlens_k", cu_seqlens_k, dtype=torch.int32)
+        _validate.any_tensor("cu_seqlens_k", cu_seqlens_k, dtype=torch.int32)
         _validate.shape("cu_seqlens_k", cu_seqlens_k, ("documents + 1",))
         if cu_seqlens_k.shape[0] < 1:
             raise ValueError("cu_seqlens_k: expected shape [documents + 1 >= 1], got [0]")
@@ -164,7 +164,7 @@ def _check_layout(
             )
     for name, tensor in (("query_offsets", query_offsets), ("entry_documents", entry_documents)):
         if tensor is not None:
-            _validate.tensor(name, tensor, dtype=torch.int32)
+            _validate.any_tensor(name, tensor, dtype=torch.int32)
             _validate.shape(name, tensor, (num_entries,))
     for name, tensor in (
         ("cu_seqlens", cu_seqlens),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -61,7 +62,8 @@ def run_backward(
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came; nothing has been launched.
-        NotImplementedError: no backend for the device, or the backend lacks what was asked for.
+        NotImplementedError: no backend for the device, the backend lacks what was asked for, or the call is traced.
+        RuntimeError: a backend that is not deterministic under `torch.use_deterministic_algorithms(True)`.
     """
     if not _agree(q, k_aligned, v_aligned, grad_out, lse, out, schedule):
         _check_inputs(q, k_aligned, v_aligned, grad_out, lse, out, schedule)
@@ -90,8 +92,8 @@ def run_backward(
     outputs = [_runtime.empty_like(like, dtype) if given is None else given for _, given, like, dtype in targets]
     arguments = Arguments(*inputs, schedule, scale, *outputs)
     if chosen == "reference":
-        with torch.no_grad():
-            gradients = reference.backward(*inputs, schedule, softmax_scale=scale)
+        gradients = reference.backward(*inputs, schedule, softmax_scale=scale)
+        with torch.inference_mode():  # outputs may be inference tensors
             for target, gradient in zip(outputs, gradients):
                 target.copy_(gradient)
     else:
@@ -119,6 +121,8 @@ def _agree(q, k_aligned, v_aligned, grad_out, lse, out, schedule) -> bool:
             and lse.dtype == torch.float32
             and device == k_aligned.device == v_aligned.device == grad_out.device
             and device == lse.device == out.device == schedule.device
+            and all(map(_validate.is_ordinary, (q, k_aligned, v_aligned, grad_out, lse, out)))
+            and _validate.tracer() is None
         )
     except (AttributeError, ValueError):  # not a tensor, or not three dimensions
         return False
@@ -199,12 +203,25 @@ def _resolve(
         raise NotImplementedError(f"q: expected a CPU or CUDA device, got {device}")
     if deterministic and not known.deterministic:
         raise NotImplementedError(f"deterministic: backend {known.name} expects False, got True")
+    if torch.are_deterministic_algorithms_enabled() and not known.deterministic:
+        _alert_not_deterministic(known.name)
     accum = dq_accum or known.default_dq_accum
     if accum not in known.dq_accums:
         raise NotImplementedError(
             f"dq_accum: backend {known.name} expects one of {', '.join(known.dq_accums)}, got {accum!r}"
         )
     return known.name, accum
+
+
+def _alert_not_deterministic(name: str) -> None:
+    """What torch's own operators do under torch.use_deterministic_algorithms(True)."""
+    message = (
+        f"run_backward: backend {name} adds gradients atomically, in no fixed order, and has no deterministic "
+        "implementation, but torch.use_deterministic_algorithms(True) is set"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(f"{message}; turn it off for this call, or set warn_only=True")
+    warnings.warn(message, stacklevel=4)
 
 
 def _cuda_backend(device: torch.device, backend: str | None) -> support.Backend:

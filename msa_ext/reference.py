@@ -7,6 +7,7 @@ Every kernel is held to it. Memory is linear in T.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from . import _validate
 from .schedule import BLOCK_KEYS, MSABackwardSchedule
 
 # Name of the progress bar over the schedule's items; None shows none.
@@ -56,6 +58,22 @@ def _segments(schedule: MSABackwardSchedule) -> Iterator[_Segment]:
         )
 
 
+@contextlib.contextmanager
+def _exact() -> Iterator[None]:
+    """No autograd history, and products in the dtype of their operands, whatever autocast says."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def _check_tensors(schedule: MSABackwardSchedule, **tensors: Tensor) -> None:
+    if not isinstance(schedule, MSABackwardSchedule):
+        raise TypeError(f"schedule: expected an MSABackwardSchedule, got {type(schedule).__name__}")
+    for name, tensor in tensors.items():
+        _validate.tensor(name, tensor)
+        _validate.contents(name, tensor)
+    _validate.contents("schedule", schedule.row_ptr)
+
+
 def _group_and_scale(
     q: Tensor, k_aligned: Tensor, softmax_scale: float | None, compute_dtype: torch.dtype
 ) -> tuple[int, float]:
@@ -67,7 +85,7 @@ def _group_and_scale(
     return num_heads // num_kv_heads, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
 
-@torch.no_grad()
+@_exact()
 def forward(
     q: Tensor,
     k_aligned: Tensor,
@@ -89,9 +107,11 @@ def forward(
         visible key have out 0 and lse -inf. Neither records autograd history.
 
     Raises:
+        TypeError, NotImplementedError: something that is no ordinary tensor, or a traced call.
         ValueError: another compute_dtype, or heads of q that are no multiple of k_aligned's. The schedule's
             contents are trusted: `schedule.validate()` checks them.
     """
+    _check_tensors(schedule, q=q, k_aligned=k_aligned, v_aligned=v_aligned)
     num_tokens, num_heads, head_dim = q.shape
     group, scale = _group_and_scale(q, k_aligned, softmax_scale, compute_dtype)
     acc = torch.zeros(num_tokens, num_heads, head_dim, dtype=compute_dtype, device=q.device)
@@ -115,7 +135,7 @@ def forward(
     return out.to(q.dtype), row_max + torch.log(row_sum)
 
 
-@torch.no_grad()
+@_exact()
 def backward(
     q: Tensor,
     k_aligned: Tensor,
@@ -140,8 +160,9 @@ def backward(
         `dq` `[T, Hq, D]`, `dk`, `dv` `[W, Hkv, D]` in `compute_dtype`, exactly zero where nothing is visible.
 
     Raises:
-        ValueError: as `forward`.
+        TypeError, NotImplementedError, ValueError: as `forward`.
     """
+    _check_tensors(schedule, q=q, k_aligned=k_aligned, v_aligned=v_aligned, grad_out=grad_out, lse=lse, out=out)
     group, scale = _group_and_scale(q, k_aligned, softmax_scale, compute_dtype)
     dq = torch.zeros(q.shape, dtype=compute_dtype, device=q.device)
     dk = torch.zeros(k_aligned.shape, dtype=compute_dtype, device=q.device)

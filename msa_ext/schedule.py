@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ DEFAULT_GROUP = 16
 _ITEM_MULTIPLE = 16  # of max_item_queries: items start at whole tasks of every group that kernels have
 
 
-def ceil_to_block(n):
+_Count = TypeVar("_Count", int, Tensor)
+
+
+def ceil_to_block(n: _Count) -> _Count:
     """The next multiple of 128 at or above `n` (an int or an integer tensor)."""
     return (n + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
 
@@ -108,6 +112,8 @@ class MSABackwardSchedule:
 
     def to(self, device: torch.device | str) -> MSABackwardSchedule:
         """The schedule with every tensor on `device`."""
+        for name, tensor in self.named_tensors():
+            _validate.tensor(name, tensor)
         return MSABackwardSchedule(**{name: tensor.to(device) for name, tensor in self.named_tensors()})
 
     def validate(
@@ -128,6 +134,7 @@ class MSABackwardSchedule:
         Raises:
             ValueError: naming the first offending entry of each kind of error.
         """
+        _validate.contents("row_ptr", self.row_ptr)
         problems = _ContentCheck(self.to("cpu"), num_tokens, workspace_rows, group).problems()
         if problems:
             raise ValueError("schedule: " + "; ".join(problems))
@@ -256,7 +263,7 @@ class _ContentCheck:
         items = s.scheduler_metadata[: min(count, s.work_capacity)].long()
         head, row, begin, size, entry, block = items.unbind(1)
 
-        def check(column: str, bad: Tensor, expected) -> None:
+        def check(column: str, bad: Tensor, expected: Callable[[int], str]) -> None:
             values = items[:, _ITEM_COLUMNS.index(column)]
             self._first(bad, lambda i: f"scheduler_metadata[{i}].{column}: expected {expected(i)}, got {values[i]}")
 
@@ -321,8 +328,8 @@ class _ContentCheck:
 
     def _check_queries(self, items: Tensor, row_begin: Tensor) -> None:
         head, _, begin, size, entry, block = items.unbind(1)
-        item = torch.repeat_interleave(torch.arange(items.shape[0], device=items.device), size)
-        within = torch.arange(item.shape[0], device=items.device) - (torch.cumsum(size, 0) - size)[item]
+        item = torch.repeat_interleave(torch.arange(items.shape[0], device="cpu"), size)
+        within = torch.arange(item.shape[0], device="cpu") - (torch.cumsum(size, 0) - size)[item]
         offset = row_begin[item] + begin[item] + within
         query = self.s.q_indices[head[item], offset].long()
 
@@ -392,16 +399,14 @@ def build_schedule(
     if topk.shape[0] < 1:
         raise ValueError(f"topk: expected shape [Hkv >= 1, T, K], got {list(topk.shape)}")
     device = topk.device
-    for name, tensor, size in (
-        ("cu_seqlens", cu_seqlens, "entries + 1"),
-        ("document_workspace_starts", document_workspace_starts, None),
-        ("query_offsets", query_offsets, None),
-    ):
-        if tensor is None and size is None:
-            continue
-        _validate.tensor(name, tensor, dtype=torch.int32)
-        _validate.shape(name, tensor, (size or cu_seqlens.shape[0] - 1,))
-        _validate.device(name, tensor, device, "topk's")
+    _validate.tensor("cu_seqlens", cu_seqlens, dtype=torch.int32)
+    _validate.shape("cu_seqlens", cu_seqlens, ("entries + 1",))
+    _validate.device("cu_seqlens", cu_seqlens, device, "topk's")
+    for name, tensor in (("document_workspace_starts", document_workspace_starts), ("query_offsets", query_offsets)):
+        if tensor is not None:
+            _validate.tensor(name, tensor, dtype=torch.int32)
+            _validate.shape(name, tensor, (cu_seqlens.shape[0] - 1,))
+            _validate.device(name, tensor, device, "topk's")
     if cu_seqlens.shape[0] < 1:
         raise ValueError("cu_seqlens: expected shape [entries + 1 >= 1], got [0]")
     if query_offsets is not None and document_workspace_starts is None:
@@ -455,10 +460,10 @@ def build_schedule(
         flat_row = torch.searchsorted(item_end, item, right=True).clamp_max(heads * num_rows - 1)
         head, row = flat_row // num_rows, flat_row % num_rows
         begin = (item - (item_end - items_of_row.flatten())[flat_row]) * max_item_queries
-        size = (row_ptr.diff(dim=1).flatten()[flat_row] - begin).clamp_max(max_item_queries)
+        count = (row_ptr.diff(dim=1).flatten()[flat_row] - begin).clamp_max(max_item_queries)
         entry = torch.searchsorted(row_end, row, right=True).clamp_max(num_entries - 1)
         block = row - (row_end - row_count)[entry]
-        scheduler_metadata = torch.stack([head, row, begin, size, entry, block], dim=1)
+        scheduler_metadata = torch.stack([head, row, begin, count, entry, block], dim=1)
     return MSABackwardSchedule(
         row_ptr=row_ptr.to(torch.int32),
         q_indices=q_indices,
@@ -557,13 +562,13 @@ def _document_lengths(x: Tensor | None, cu_seqlens_k: Tensor) -> Tensor:
     _validate.tensor("cu_seqlens_k", cu_seqlens_k, dtype=torch.int32)
     _validate.contents("cu_seqlens_k", cu_seqlens_k)
     _validate.shape("cu_seqlens_k", cu_seqlens_k, ("documents + 1",))
+    if x is not None:
+        _validate.device("cu_seqlens_k", cu_seqlens_k, x.device, "x's")
     values = cu_seqlens_k.tolist()
     if not values or values[0] != 0 or any(a > b for a, b in zip(values, values[1:])):
         raise ValueError(f"cu_seqlens_k: expected non-decreasing offsets from 0, got {values}")
-    if x is not None:
-        _validate.device("cu_seqlens_k", cu_seqlens_k, x.device, "x's")
-        if values[-1] > x.shape[0]:
-            raise ValueError(f"cu_seqlens_k[-1]: expected at most Tk = {x.shape[0]}, got {values[-1]}")
+    if x is not None and values[-1] > x.shape[0]:
+        raise ValueError(f"cu_seqlens_k[-1]: expected at most Tk = {x.shape[0]}, got {values[-1]}")
     return cu_seqlens_k.long().diff()
 
 

@@ -48,16 +48,16 @@ class Problem:
 
     def mask(self, tokens: Tensor, positions: Tensor, head: int, key_begin: int, key_end: int) -> Tensor:
         """bool `[tokens, keys]`: key position in [key_begin, key_end) is selected and not in the future."""
-        key = torch.arange(key_begin, key_end)
+        key = torch.arange(key_begin, key_end, device="cpu")
         num_blocks = key_end // 128 + 1
-        selected = torch.zeros(len(tokens), num_blocks, dtype=torch.bool)
+        selected = torch.zeros(len(tokens), num_blocks, dtype=torch.bool, device="cpu")
         for slot in self.topk[head, tokens].long().T:
             inside = (slot >= 0) & (slot < num_blocks)
             selected[inside.nonzero()[:, 0], slot[inside]] = True
         return selected[:, key // 128] & (key <= positions[:, None])
 
 
-def _rows(x: Tensor, rows, head: int) -> Tensor:
+def _rows(x: Tensor, rows: Tensor | slice, head: int) -> Tensor:
     return x[rows, head].to(torch.float64)
 
 
@@ -65,10 +65,10 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """`out` `[T, Hq, D]` and `lse` `[T, Hq]`, float64 on the CPU; 0 and -inf where no key is visible."""
     q = problem.q
     group = q.shape[1] // problem.k_aligned.shape[1]
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
+    out = torch.zeros(q.shape, dtype=torch.float64, device="cpu")
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device="cpu")
     for begin, end, start, offset in problem.chunks():
-        tokens = torch.arange(begin, end)
+        tokens = torch.arange(begin, end, device="cpu")
         num_keys = offset + end - begin
         for head in range(problem.k_aligned.shape[1]):
             mask = problem.mask(tokens, offset + tokens - begin, head, 0, num_keys)
@@ -84,11 +84,11 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def backward(problem: Problem, grad_out: Tensor, lse: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`dq` `[T, Hq, D]`, `dk`, `dv` `[W, Hkv, D]`, float64 on the CPU, from the stored `lse` and `out`."""
-    dq = torch.zeros(problem.q.shape, dtype=torch.float64)
-    dk = torch.zeros(problem.k_aligned.shape, dtype=torch.float64)
+    dq = torch.zeros(problem.q.shape, dtype=torch.float64, device="cpu")
+    dk = torch.zeros(problem.k_aligned.shape, dtype=torch.float64, device="cpu")
     dv = torch.zeros_like(dk)
     for begin, end, start, offset in problem.chunks():
-        tokens = torch.arange(begin, end)
+        tokens = torch.arange(begin, end, device="cpu")
         num_keys = offset + end - begin
         for head in range(problem.k_aligned.shape[1]):
             mask = problem.mask(tokens, offset + tokens - begin, head, 0, num_keys)
@@ -113,7 +113,7 @@ def _dense(
     q, scale = problem.q, problem.softmax_scale
     group = q.shape[1] // problem.k_aligned.shape[1]
     k, v = _rows(problem.k_aligned, keys, head), _rows(problem.v_aligned, keys, head)
-    dq = torch.zeros(len(tokens), q.shape[1], q.shape[2], dtype=torch.float64)
+    dq = torch.zeros(len(tokens), q.shape[1], q.shape[2], dtype=torch.float64, device="cpu")
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for h in range(head * group, (head + 1) * group):
         rows, grad = _rows(q, tokens, h), _rows(grad_out, tokens, h)
@@ -130,14 +130,14 @@ def _dense(
 
 def sampled_dq(problem: Problem, grad_out: Tensor, lse: Tensor, out: Tensor, tokens: Sequence[int]) -> Tensor:
     """Rows `tokens` of dq, `[len(tokens), Hq, D]` float64."""
-    dq = torch.zeros(len(tokens), *problem.q.shape[1:], dtype=torch.float64)
+    dq = torch.zeros(len(tokens), *problem.q.shape[1:], dtype=torch.float64, device="cpu")
     for begin, end, start, offset in problem.chunks():
         for i, token in enumerate(tokens):
             if begin <= token < end:
-                one = torch.tensor([token])
+                one = torch.tensor([token], device="cpu")
                 position = offset + token - begin
                 for head in range(problem.k_aligned.shape[1]):
-                    mask = problem.mask(one, torch.tensor([position]), head, 0, position + 1)
+                    mask = problem.mask(one, torch.tensor([position], device="cpu"), head, 0, position + 1)
                     keys = slice(start, start + position + 1)
                     dq[i] += _dense(problem, grad_out, lse, out, one, head, mask, keys)[0][0]
     return dq
@@ -148,14 +148,14 @@ def sampled_dkv(
 ) -> tuple[Tensor, Tensor]:
     """dk, dv of 128-key workspace blocks, each `[len(workspace_blocks), 128, Hkv, D]` float64."""
     heads, head_dim = problem.k_aligned.shape[1:]
-    dk = torch.zeros(len(workspace_blocks), 128, heads, head_dim, dtype=torch.float64)
+    dk = torch.zeros(len(workspace_blocks), 128, heads, head_dim, dtype=torch.float64, device="cpu")
     dv = torch.zeros_like(dk)
     for begin, end, start, offset in problem.chunks():
         for i, block in enumerate(workspace_blocks):
             key_begin = 128 * block - start
             if not 0 <= key_begin < offset + end - begin:
                 continue
-            tokens = torch.arange(begin + max(0, key_begin - offset), end)  # earlier ones see none of it
+            tokens = torch.arange(begin + max(0, key_begin - offset), end, device="cpu")  # earlier ones see none of it
             positions = offset + tokens - begin
             keys = slice(128 * block, 128 * (block + 1))
             for head in range(heads):

@@ -137,3 +137,109 @@ def test_inference_tensors_are_outputs_like_others(data):
     expected = run_backward(*data.arguments())
     got = run_backward(*data.arguments()[:6], schedule, dq=outputs[0], dk=outputs[1], dv=outputs[2])
     assert all(torch.equal(x, y) for x, y in zip(got, expected))
+
+
+# ---- what cannot be read where it stands, and what nothing may trace
+
+
+def _named(data):
+    return dict(zip(NAMES, data.arguments()[:6])), data.schedule
+
+
+def _lazily_negated(x):
+    return torch.imag(torch.complex(torch.zeros_like(x.float()), -x.float()).conj()).to(torch.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_tensors_are_refused_by_name(data, name):
+    tensors, schedule = _named(data)
+    with FakeTensorMode() as mode:
+        tensors[name] = mode.from_tensor(tensors[name])
+    with pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor with memory of its own, got FakeTensor"):
+        run_backward(**tensors, schedule=schedule)
+    with pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor with memory of its own, got FakeTensor"):
+        reference.backward(**tensors, schedule=schedule)
+
+
+def test_fake_tensors_are_refused_by_the_helpers(data):
+    with FakeTensorMode() as mode:
+        topk, packed, cu = (mode.from_tensor(x) for x in (data.topk, PACKED, CU))
+    for call, name in (
+        (lambda: build_schedule(topk, data.schedule.cu_seqlens), "topk"),
+        (lambda: build_schedule(data.topk, cu), "cu_seqlens"),
+        (lambda: align_kv(packed, CU), "x"),
+        (lambda: align_kv(PACKED, cu), "cu_seqlens_k"),
+        (lambda: unalign_kv(packed, CU, CU[:2]), "x_aligned"),
+    ):
+        with pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor with memory of its own, got FakeTensor"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda data, q: run_backward(q, *data.arguments()[1:]),
+        lambda data, q: reference.forward(q, data.k_aligned, data.v_aligned, data.schedule),
+        lambda data, q: reference.backward(q, *data.arguments()[1:]),
+        lambda data, q: align_kv(PACKED, CU),
+        lambda data, q: build_schedule(data.topk, data.schedule.cu_seqlens),
+    ],
+)
+def test_traced_calls_are_refused(data, call):
+    with pytest.raises(NotImplementedError, match="expected a call that nothing traces, got one under"):
+        make_fx(lambda q: call(data, q))(data.q)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(NotImplementedError, match="expected a call that nothing traces, got one under FakeTensor"):
+            call(data, data.q)
+
+
+def test_transforms_are_refused(data):
+    _, *rest = data.arguments()
+    many = torch.stack([data.q, data.q])
+    with pytest.raises(NotImplementedError, match="q: expected a tensor outside torch.func transforms"):
+        torch.func.vmap(lambda q: run_backward(q, *rest)[0])(many)
+    with pytest.raises(NotImplementedError, match="q: expected a tensor outside torch.func transforms"):
+        torch.func.grad(lambda q: run_backward(q, *rest)[0].float().sum())(data.q)
+    with pytest.raises(NotImplementedError, match="x: expected a tensor outside torch.func transforms"):
+        torch.func.vmap(lambda x: align_kv(x, CU)[0])(torch.stack([PACKED, PACKED]))
+
+
+def test_lazy_views_are_refused(data):
+    lse = _lazily_negated(data.lse)
+    assert lse.is_neg() and torch.equal(lse.resolve_neg().nan_to_num(), data.lse.nan_to_num())
+    tensors, schedule = _named(data)
+    with pytest.raises(ValueError, match=r"lse: expected values as they stand in memory, got a lazily negated view"):
+        run_backward(**{**tensors, "lse": lse}, schedule=schedule)
+    with pytest.raises(ValueError, match=r"x: .* a lazily negated view; pass resolve_neg\(\)"):
+        align_kv(_lazily_negated(PACKED), CU)
+    with pytest.raises(ValueError, match=r"x: .* a lazily conjugated view; pass resolve_conj\(\)"):
+        align_kv(torch.view_as_complex(PACKED.unflatten(2, (4, 2))).conj(), CU)
+
+
+# ---- torch.use_deterministic_algorithms
+
+
+@pytest.fixture
+def atomic_backend(monkeypatch):
+    """CPU tensors go to a backend that is not deterministic; what is launched is kept instead."""
+    from msa_ext import _cuda_backward, backward, support
+
+    launched = []
+    backend = support.Backend("sm90", "a GPU", "bf16", ("bf16",), False, 9, ("90a",))
+    monkeypatch.setattr(_runtime, "is_cuda", lambda device: True)
+    monkeypatch.setattr(backward, "_cuda_backend", lambda device, name: backend)
+    monkeypatch.setattr(_cuda_backward, "launch", lambda *arguments: launched.append(arguments))
+    return launched
+
+
+def test_atomic_backends_raise_under_deterministic_algorithms(data, atomic_backend):
+    with _deterministic(warn_only=False), pytest.raises(RuntimeError, match="backend sm90 adds gradients atomically"):
+        run_backward(*data.arguments())
+    assert not atomic_backend
+    with _deterministic(warn_only=True), pytest.warns(UserWarning, match="backend sm90 adds gradients atomically"):
+        run_backward(*data.arguments())
+    assert len(atomic_backend) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_backward(*data.arguments())
+    assert len(atomic_backend) == 2

@@ -441,8 +441,6 @@ struct Reduce {
   __device__ __forceinline__ void run(TaskWalk walk) const {
     uint32_t segment_phase = 0;
     for (; !walk.done(); walk.advance()) {
-      int32_t tokens[S::kPerTask];
-      load_tokens<kGroup>(tokens, main, walk.task);
       if (walk.segment_end()) {
         const int64_t block_head =
             int64_t{walk.header.workspace_block} * main.num_kv_heads + walk.header.index_head;
@@ -456,6 +454,8 @@ struct Reduce {
       tmem_fence_before_arrive();
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.bar_dq_empty);
+      int32_t tokens[S::kPerTask];  // read now: the loads of dQ left no registers
+      load_tokens<kGroup>(tokens, main, walk.task);
       uint32_t dq[kWords];
       convert_dq(dq, x);
       add_dq(dq, tokens, walk.header.index_head);

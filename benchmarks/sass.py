@@ -42,6 +42,8 @@ class Instruction:
     operands: str
     stall: int  # cycles before the warp's next instruction, at least 1
     registers: int  # highest general register in use, plus one
+    sets: int | None = None  # the scoreboard that its result frees
+    waits: frozenset[int] = frozenset()  # scoreboards that must be free before it issues
 
     @property
     def pipe(self) -> str:
@@ -75,6 +77,24 @@ def stall_cycles(high: int) -> int:
     return max(high >> 41 & 0xF, 1)
 
 
+def scoreboards(high: int) -> tuple[int | None, frozenset[int]]:
+    """`sets` and `waits` in the upper 64 bits of an encoding: bits 110 to 112, 7 for none, and a mask, 116 to 121."""
+    sets = high >> 46 & 7
+    return None if sets == 7 else sets, frozenset(i for i in range(6) if high >> 52 >> i & 1)
+
+
+def round_trips(path: list[Instruction], opcode: str) -> int:
+    """How often loads of `opcode`, which complete in order, are waited for."""
+    trips, in_flight = 0, set()
+    for x in path:
+        if x.waits & in_flight:
+            trips += 1
+            in_flight = set()
+        if x.count(opcode) and x.sets is not None:
+            in_flight.add(x.sets)
+    return trips
+
+
 def parse(listing: str) -> tuple[str, dict[str, tuple[list[Instruction], dict[str, int]]]]:
     """Target (sm_90a) and, by mangled name, every function's instructions and its labels' positions among them."""
     target = re.search(r"\.target\s+(\w+)", listing)
@@ -93,8 +113,9 @@ def parse(listing: str) -> tuple[str, dict[str, tuple[list[Instruction], dict[st
             operands = first["operands"].strip(" ;")
             # A call's map has all that its callee may clobber; the traps that ptxas adds for tcgen05 never return.
             registers = 0 if "guardrail_trap" in operands else len(control["registers"].rstrip())
-            stall = stall_cycles(int(control["high"], 16))
-            code.append(Instruction(first["predicate"] or "", first["opcode"], operands, stall, registers))
+            high = int(control["high"], 16)
+            timing = stall_cycles(high), registers, *scoreboards(high)
+            code.append(Instruction(first["predicate"] or "", first["opcode"], operands, *timing))
             first = None
     return target[1], functions
 

@@ -23,7 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sass import PIPE_NAMES, Graph, Instruction, parse
+from sass import PIPE_NAMES, Graph, Instruction, parse, round_trips
 
 # --------------------------------------------------------------------------------------------------
 # The kernels. Work of a role: instructions an iteration issues, by regular expression of the opcode; `.xN` counts N.
@@ -118,9 +118,13 @@ def sm100(slots: int, dq_bytes: int) -> Kernel:
             "busiest sub-partition, slots": 1300,
             "compute stall, cycles": 1150,
             "mma slots": 300,
-            "load slots": 150,
+            # A slot's copies of Q and dO take 8: UTMALDG, its shared address and that one's move each, the token's
+            # R2UR and move. The rest of a tile, header, tokens and wait, has one bar for both group sizes.
+            "load slots": 86 + 8 * slots,
             "first hand-off, % of compute's stall": 50,
             "serial chain, cycles": 2400,
+            # While mma waits to overwrite dQ. ptxas packs the first load before it issues the others.
+            "round trips of reduce's loads of dQ": 2,
         },
     )
 
@@ -179,6 +183,7 @@ def find_roles(graph: Graph, kernel: Kernel, launch: int) -> dict[str, dict]:
             "slots": role.iterations * len(path),
             "stall": role.iterations * stall,
             "pipes": {pipe: role.iterations * pipes[pipe] for pipe in PIPE_NAMES},
+            "tmem_round_trips": role.iterations * round_trips(path, "LDTM"),
             "exp2": role.iterations * sum(x.count(r"MUFU\.EX2") for x in path),
             "shared_loads": role.iterations * sum(x.count("LDS") for x in path),
             "hand_offs": [sum(x.stall for x in path[:i]) / stall for i in arrivals],  # of an iteration, as its share
@@ -224,6 +229,7 @@ def against_bars(kernel: Kernel, roles: dict[str, dict], cycles: dict[str, dict[
         roles["load"]["slots"],
         100 * compute["hand_offs"][0],
         gemm + compute["stall"] + gemm / stages + gemm,  # S, compute, last stage of dV or dK, dQ
+        roles["reduce"]["tmem_round_trips"],
     )
     return dict(zip(kernel.bars, values, strict=True))
 

@@ -72,6 +72,28 @@ def test_stall_count(high, cycles):
     assert sass.stall_cycles(high) == cycles
 
 
+@pytest.mark.parametrize(
+    "high, sets, waits",
+    [
+        (0x000E6200082C0000, 1, set()),  # a load that sets scoreboard 1
+        (0x000FEA0003800000, None, set()),
+        (0x001FCA00078E0206, None, {0}),  # an address that waits for scoreboard 0
+    ],
+)
+def test_scoreboards(high, sets, waits):
+    assert sass.scoreboards(high) == (sets, waits)
+
+
+def test_round_trips():
+    load, use, other = (
+        sass.Instruction("", opcode, "", 1, 0, sets, frozenset(waits))
+        for opcode, sets, waits in (("LDTM.x32", 0, ()), ("FADD", None, (0,)), ("FADD", None, (1,)))
+    )
+    assert sass.round_trips(4 * [load, use], "LDTM") == 4
+    assert sass.round_trips([*4 * [load], other, use, use], "LDTM") == 1
+    assert sass.round_trips([load, other], "LDTM") == 0
+
+
 def test_listing():
     target, functions = sass.parse(LISTING)
     code, labels = functions["kernel"]
@@ -265,9 +287,13 @@ def test_floors_of_the_design(kernel, tensor, shared):
 def test_bars():
     kernel = static_report.sm100(8, 2)
     hand_offs = [0.4, 0.6, 0.8, 1.0]
-    roles = {name: {"slots": 10, "stall": 900, "hand_offs": hand_offs} for name in kernel.roles}
+    roles = {name: {"slots": 10, "stall": 900, "hand_offs": hand_offs, "tmem_round_trips": 3} for name in kernel.roles}
     values = static_report.against_bars(kernel, roles, {"issue": {"warps": 1250}})
-    assert list(values.values()) == [1250, 900, 10, 10, 40, 512 + 900 + 256 + 512]
+    assert list(values.values()) == [1250, 900, 10, 10, 40, 512 + 900 + 256 + 512, 3]
+
+
+def test_load_bar_grows_with_the_copies():
+    assert [static_report.sm100(slots, 2).bars["load slots"] for slots in (8, 16)] == [150, 214]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -308,6 +334,8 @@ def test_main_kernels(library, arch, tmp_path):
         for role in report["roles"].values():
             assert role["registers"] <= role["used_in_budget"] <= role["budget"]
             assert sum(role["pipes"].values()) == role["slots"] <= role["stall"]
+        missed = {what: x for what, x in report["bars"].items() if x["value"] > x["bar"]}
+        assert not missed, report["kernel"]
         compute = report["roles"]["compute"]
         assert compute["hand_offs"] and 0 < compute["exp2"] <= 64
 

@@ -56,14 +56,23 @@ __device__ __forceinline__ void tmem_store(uint32_t address, const uint32_t (&x)
 __device__ __forceinline__ void tmem_load(uint32_t (&x)[32], uint32_t address) {
   detail::tmem_load(x, address, std::make_index_sequence<32>{});
 }
-// Waits for the warp's loads; no read of `loaded` moves above it.
-__device__ __forceinline__ void tmem_wait_load(uint32_t (&loaded)[32], float (&x)[32]) {
+// Waits for all of the warp's loads; no read of `loaded` moves above it.
+template <int kNumLoads>
+__device__ __forceinline__ void tmem_wait_loads(uint32_t (&loaded)[kNumLoads][32],
+                                                float (&x)[kNumLoads][32]) {
   asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    asm volatile("" : "+r"(loaded[i]));
-    x[i] = __uint_as_float(loaded[i]);
+  for (int load = 0; load < kNumLoads; ++load) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      asm volatile("" : "+r"(loaded[load][i]));
+      x[load][i] = __uint_as_float(loaded[load][i]);
+    }
   }
+}
+__device__ __forceinline__ void tmem_wait_load(uint32_t (&loaded)[32], float (&x)[32]) {
+  tmem_wait_loads(reinterpret_cast<uint32_t (&)[1][32]>(loaded),
+                  reinterpret_cast<float (&)[1][32]>(x));
 }
 __device__ __forceinline__ void tmem_store(uint32_t address, const uint32_t (&x)[16]) {
   detail::tmem_store(address, x, std::make_index_sequence<16>{});

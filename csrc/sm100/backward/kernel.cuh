@@ -422,6 +422,7 @@ struct Reduce {
   using S = Slots<kGroup>;
   static constexpr bool kFp32 = kDqAccum == DqAccum::kFp32;
   static constexpr int kWords = kTileRows / (kFp32 ? 1 : 2);  // of a lane of dQ, as in the pool
+  static constexpr int kDqLoads = kTileRows / 32;
 
   const MainParams& main;
   SharedStorage& shared;
@@ -432,8 +433,6 @@ struct Reduce {
   __device__ __forceinline__ void run(TaskWalk walk) const {
     uint32_t segment_phase = 0;
     for (; !walk.done(); walk.advance()) {
-      int32_t tokens[S::kPerTask];
-      load_tokens<kGroup>(tokens, main, walk.task);
       if (walk.segment_end()) {
         const int64_t block_head =
             int64_t{walk.header.workspace_block} * main.num_kv_heads + walk.header.index_head;
@@ -442,30 +441,36 @@ struct Reduce {
         segment_phase ^= 1;
       }
       mbarrier_wait_tmem(&shared.bar_dq_full, walk.phase());
-      uint32_t dq[kWords];
-      drain_dq(dq);
+      float x[kDqLoads][32];
+      load_dq(x);
       tmem_fence_before_arrive();
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.bar_dq_empty);
+      int32_t tokens[S::kPerTask];  // read now: the loads of dQ left no registers
+      load_tokens<kGroup>(tokens, main, walk.task);
+      uint32_t dq[kWords];
+      convert_dq(dq, x);
       add_dq(dq, tokens, walk.header.index_head);
     }
   }
 
-  // 128 rows of a d, in the pool's type.
-  __device__ __forceinline__ void drain_dq(uint32_t (&dq)[kWords]) const {
+  // 128 rows of a d: all loads in flight at once, for mma waits to overwrite them.
+  __device__ __forceinline__ void load_dq(float (&x)[kDqLoads][32]) const {
+    uint32_t loaded[kDqLoads][32];
 #pragma unroll
-    for (int row = 0; row < kTileRows; row += 32) {
-      uint32_t loaded[32];
-      float x[32];
-      tmem_load(loaded, tmem_lane + kTmemDq + row);
-      tmem_wait_load(loaded, x);
+    for (int i = 0; i < kDqLoads; ++i) tmem_load(loaded[i], tmem_lane + kTmemDq + 32 * i);
+    tmem_wait_loads(loaded, x);
+  }
+
+  // To the pool's type.
+  static __device__ __forceinline__ void convert_dq(uint32_t (&dq)[kWords],
+                                                    const float (&x)[kDqLoads][32]) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        if constexpr (kFp32) {
-          dq[row + i] = __float_as_uint(x[i]);
-        } else if (i % 2 == 0) {
-          dq[(row + i) / 2] = pack(x[i], x[i + 1]);
-        }
+    for (int row = 0; row < kTileRows; ++row) {
+      if constexpr (kFp32) {
+        dq[row] = __float_as_uint(x[row / 32][row % 32]);
+      } else if (row % 2 == 0) {
+        dq[row / 2] = pack(x[row / 32][row % 32], x[row / 32][row % 32 + 1]);
       }
     }
   }

@@ -377,8 +377,7 @@ def _differentiate(ctx, grad_out, grad_lse, _):
     if grad_out is None:
         grad_out = torch.zeros_like(saved[3])
     gradients = torch.ops.msa_ext.attention_backward(grad_out, grad_lse, *saved, *ctx.options)
-    needed = (x if wanted else None for x, wanted in zip(gradients, ctx.needs_input_grad))
-    return (*needed, *[None] * 9)
+    return (*gradients, *[None] * 9)
 
 
 def _refuse(ctx, *gradients):

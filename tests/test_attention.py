@@ -506,7 +506,7 @@ def test_bad_contents_are_skipped_or_raise(changes, message, monkeypatch):
 
 
 _DISTRIBUTED = """
-import sys, torch, torch.distributed as dist, msa_ext
+import os, sys, torch, torch.distributed as dist, msa_ext
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 rank, store, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -535,7 +535,8 @@ model(x[rank], topk, cu_seqlens).square().sum().backward()
 for got, want in zip(wrapped.parameters(), plain.parameters()):
     gradient = got.grad.full_tensor() if kind == "fsdp" else got.grad
     torch.testing.assert_close(gradient, want.grad, rtol=1e-4, atol=1e-4)
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # FSDP over gloo now and then aborts in torch's own teardown, without msa_ext as well
 """
 
 

@@ -8,7 +8,18 @@
 
 #include "host/error.h"
 
-extern "C" void** __cudaRegisterFatBinary(void* wrapper);  // what nvcc's initialisers call
+// What nvcc's initialisers and launch stubs call; only their addresses are used here.
+extern "C" {
+void __cudaRegisterFatBinary();
+void __cudaRegisterFatBinaryEnd();
+void __cudaUnregisterFatBinary();
+void __cudaRegisterFunction();
+void __cudaRegisterVar();
+void __cudaGetKernel();
+void __cudaLaunchKernel();
+void __cudaPushCallConfiguration();
+void __cudaPopCallConfiguration();
+}
 
 namespace msa {
 namespace {
@@ -27,10 +38,21 @@ void check_runtime() {
   const std::pair<const char*, const void*> functions[] = {
 #define MSA_FUNCTION(name) {#name, reinterpret_cast<const void*>(&name)}
       MSA_FUNCTION(__cudaRegisterFatBinary),
+      MSA_FUNCTION(__cudaRegisterFatBinaryEnd),
+      MSA_FUNCTION(__cudaUnregisterFatBinary),
+      MSA_FUNCTION(__cudaRegisterFunction),
+      MSA_FUNCTION(__cudaRegisterVar),
+      MSA_FUNCTION(__cudaGetKernel),
+      MSA_FUNCTION(__cudaLaunchKernel),
+      MSA_FUNCTION(__cudaPushCallConfiguration),
+      MSA_FUNCTION(__cudaPopCallConfiguration),
       MSA_FUNCTION(cudaDriverGetVersion),
       MSA_FUNCTION(cudaFuncSetAttribute),
+      MSA_FUNCTION(cudaGetDeviceCount),
       MSA_FUNCTION(cudaGetDeviceProperties),
       MSA_FUNCTION(cudaGetDriverEntryPointByVersion),
+      MSA_FUNCTION(cudaGetErrorName),
+      MSA_FUNCTION(cudaGetErrorString),
       MSA_FUNCTION(cudaGetLastError),
       MSA_FUNCTION(cudaLaunchCooperativeKernel),
       MSA_FUNCTION(cudaLaunchKernel),

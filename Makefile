@@ -55,7 +55,6 @@ demo: build
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES)
 
 format: $(READY)

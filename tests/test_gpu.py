@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cases
-from msa_ext import _cuda_backward, _runtime, debug, reference, support
+from msa_ext import _cuda, _runtime, debug, reference, support
 from msa_ext.backward import run_backward
 from msa_ext.testing import compare
 from task_oracle import build_tasks
@@ -225,7 +225,7 @@ def test_corrupted_schedule_is_skipped_and_reported(name, backend, monkeypatch):
     gradients = run_backward(*data.arguments(), backend=backend)
     assert flag in debug.last_flags()
     assert all(torch.isfinite(x).all() for x in gradients)
-    monkeypatch.setattr(_cuda_backward, "CHECK", True)
+    monkeypatch.setattr(_cuda, "CHECK", True)
     with pytest.raises(ValueError, match=f"schedule: expected valid contents, got .*{flag}"):
         run_backward(*data.arguments(), backend=backend)
 
@@ -243,7 +243,7 @@ def test_more_tasks_than_the_table_holds_are_dropped_and_reported(backend):
 
 @pytest.mark.parametrize("backend", _backends())
 def test_check_mode_passes_on_good_input(backend, monkeypatch):
-    monkeypatch.setattr(_cuda_backward, "CHECK", True)
+    monkeypatch.setattr(_cuda, "CHECK", True)
     for name in ("everything", "overcount"):
         _check(cases.make(cases.CASES[name], device="cuda"), backend, "fp32")
 
